@@ -74,6 +74,7 @@ ACTION_OF_ROUTE = {
     "GET /v1/turns/{turn_id}": "read",
     "GET /v1/turns/{turn_id}/tokens": "read",
     "GET /v1/turns/{turn_id}/logprobs": "examine",
+    "GET /v1/images/{digest}": "read",
     "POST /v1/turns/{turn_id}/role": "reward",
     "POST /v1/turns/{turn_id}/fork": "create",
     "POST /v1/rewards": "reward",

@@ -12,6 +12,7 @@ from typing import cast
 from fastapi import Request
 
 from proxy.auth import Authenticator, open_authenticator
+from proxy.calls.images import Images
 from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
@@ -98,6 +99,7 @@ class Services:
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
         self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)
+        self.images = Images(settings, metrics)
         self.retries = Retries(database, settings.replay_bytes)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(

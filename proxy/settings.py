@@ -163,6 +163,15 @@ class ProxySettings(Settings):
     max_json_string_bytes: int = Field(default=8 * 2**20, gt=0)
     """Longest string in one request body. Longer ones can hold the event loop for more than 5 ms."""
     max_messages: int = Field(default=10_000, gt=0)
+    max_images: int = Field(default=64, ge=0)
+    """Most images in the conversation of one call; the engine has a limit of its own."""
+    max_image_bytes: int = Field(default=16 * 2**20, gt=0)
+    """Longest file of one image, in bytes."""
+    fetch_images: bool = False
+    """Whether images are fetched whose messages have an http or https URL: from public addresses only, with at most
+    three redirects. The engine never fetches one."""
+    image_fetch_seconds: float = Field(default=10.0, gt=0)
+    """The longest time to fetch one image."""
     max_choices: int = Field(default=128, gt=0)
     """Largest `n` of one call."""
     max_concurrent_calls: int = Field(default=1024, gt=0)

@@ -238,9 +238,11 @@ def _shape_message(message: Json, content_format: ContentFormat) -> Json:
     content = message.get("content")
     if not isinstance(content, str | list | None):
         raise ValueError(f"content {content!r:.80} is neither text nor a list of parts")  # noqa: TRY004  as documented
-    parts = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
+    parts: list[Any] = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
     shaped: Json = {"role": message.get("role")}
-    if content_format == "openai" and shaped["role"] != "tool":
+    if None in parts:
+        shaped["content"] = _shape_images(parts, content_format)
+    elif content_format == "openai" and shaped["role"] != "tool":
         shaped["content"] = [{"type": "text", "text": text} for text in parts]
     else:
         shaped["content"] = "\n".join(parts)
@@ -256,8 +258,17 @@ def _shape_message(message: Json, content_format: ContentFormat) -> Json:
     return shaped
 
 
-def _part_text(part: Any) -> str:
+def _shape_images(parts: Sequence[str | None], content_format: ContentFormat) -> list[Json]:
+    if content_format == "string":
+        raise ValueError("where an image stands in a text depends on the model")
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts]
+
+
+def _part_text(part: Any) -> str | None:
+    """Return the text of a part; None for an image."""
     if isinstance(part, dict):
+        if part.get("type") == "image_url":
+            return None
         return str(part.get("text") or part.get("refusal") or "")
     return str(part)
 

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,14 +21,14 @@ from proxy.calls.retries import Attempt
 from proxy.dialects import sse
 from proxy.dialects.base import SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
-from proxy.sessions.conversation import has_media
 from proxy.sessions.forest import EncodedIds, KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
 from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
-from turnwise.types import Outcome, utc_now
+from turnwise.store.media import Media
+from turnwise.types import Json, Outcome, TokenIds, image_digests, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 NO_LOGPROBS = np.empty(0, np.float32)
@@ -118,7 +119,7 @@ def take_parts(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
 def failed_turn(running: Running, reason: str) -> NewTurn:
     """Return the turn of a call without a completion: it stores the request and no tokens."""
     call = running.call
-    return NewTurn(
+    turn = NewTurn(
         **_common(running),
         turn_id=running.attempt.turn_id,
         chain_id=running.attempt.turn_id,
@@ -128,6 +129,13 @@ def failed_turn(running: Running, reason: str) -> NewTurn:
         outcome=Outcome.ERROR,
         reason=reason,
     )
+    if call.images:
+        turn.media = _media_of(call, turn)
+    return turn
+
+
+def _media_of(call: Call, turn: NewTurn) -> dict[str, Media]:
+    return {digest: call.images[digest] for digest in image_digests(turn.messages)}
 
 
 def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn]:
@@ -144,8 +152,9 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
     common["role"], common["role_reason"] = find_role(
         call, place.parent, place.reason, place.live.forest, running.root, is_named=place.inferred_by is None
     )
-    unsampled = _unsampled_reason(running)
-    turns = []
+    images = _placed_images(call, place, captured) if call.images else None
+    unsampled = _unsampled_reason(running, has_places=images is not None)
+    turns: list[NewTurn] = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
         message = choice.message()
@@ -165,6 +174,10 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             dialogue_digest=dialogue,
             encoded_logprobs=choice.logprobs,
         )
+        if images is not None:
+            turn.images = images if turn.parent_turn_id is None else images[len(place.places) :] or None
+        if call.images and not turns:
+            turn.media = _media_of(call, turn)
         unplanned = None if index < call.num_choices else "unplanned_choice"
         turn.outcome, turn.reason = _outcome(turn, place, unplanned or unsampled, aborted=aborted)
         if call.idempotency_key is not None and aborted is None and choice.finish_reason in SAMPLED_ENDS:
@@ -221,13 +234,52 @@ def _prompt(running: Running, echo: bytes) -> dict[str, Any]:
     }
 
 
-def _unsampled_reason(running: Running) -> str | None:
+def _placed_images(call: Call, place: CallPlace, captured: Captured) -> list[Json] | None:
+    """Return the images of a prompt with their places; None if the engine did not say where they are.
+
+    The prompt that was sent has one placeholder for each new image, which the engine expands. So the place gets the
+    prompt that was sampled after, if that is what was sent in all other tokens.
+    """
+    digests = image_digests(call.messages)
+    if captured.places is None or len(captured.places) != len(digests):
+        return None
+    images = [{"digest": digest, **found} for digest, found in zip(digests, captured.places, strict=True)]
+    places = [(image["offset"], image["length"]) for image in images]
+    sent, num_old, echo = place.prompt, len(place.places), captured.prompt_ids
+    if place.parent is None or sent is None or echo == SENT or places[:num_old] != list(place.places):
+        return images
+    before = sent.before if len(place.between) else sent
+    if before is not None and echo.startswith(before.json()[1:-1] + b",") and places[num_old:]:
+        ids = np.fromstring(echo, np.int32, sep=",")
+        between = ids[before.num_ids :]
+        if is_expanded(place.between, between, [(at - before.num_ids, length) for at, length in places[num_old:]]):
+            place.between, place.prompt = between, encoded(ids_as_text(between), len(ids), before)
+    return images
+
+
+def is_expanded(sent: TokenIds, found: TokenIds, places: Sequence[tuple[int, int]]) -> bool:
+    """Return whether ids are the sent ones but for placeholders, each of which stands for the same few ids."""
+    length, rest = divmod(len(sent) - len(found) + sum(length for _, length in places), len(places))
+    end = end_sent = 0
+    targets = set()
+    for at, whole in places:
+        begin = end_sent + at - end
+        if at < end or not np.array_equal(found[end:at], sent[end_sent:begin]):
+            return False
+        end, end_sent = at + whole, begin + length
+        targets.add(sent[begin:end_sent].tobytes())
+    return not rest and len(targets) == 1 and np.array_equal(found[end:], sent[end_sent:])
+
+
+def _unsampled_reason(running: Running, *, has_places: bool) -> str | None:
     call, asked = running.call, "" if running.lane is None else running.lane.model
     if asked and not running.captured.models <= {asked}:
         return "another_model"
     if call.body.get("use_beam_search"):
         return "beam_search"
-    return "media" if has_media(call.messages) else None
+    if call.has_other_media:
+        return "media"
+    return "image_places_unknown" if call.images and not has_places else None
 
 
 def _outcome(

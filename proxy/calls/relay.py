@@ -33,6 +33,7 @@ from proxy.sessions.roles import corrections
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import NewTurn
+from turnwise.engine_plugin import images
 from turnwise.errors import (
     ClientLeft,
     Conflict,
@@ -49,6 +50,7 @@ from turnwise.store import turns as stored_turns
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
+RERENDERED = images.RERENDERED.encode()
 NOT_STORED = "not_stored"
 """Reason of a call whose turn is not known to be stored, in the metric alone."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
@@ -171,9 +173,12 @@ class Relay:
         try:
             sent = await lane.engine.sample(call, place, lane.model, headers)
         except EngineRefused as refused:
-            if lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
+            if call.images and place.parent is not None and RERENDERED in refused.body:
+                place.start_chain("media_rerendered")
+            elif lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
                 raise
-            await self._pool.load_again(lane)
+            else:
+                await self._pool.load_again(lane)
             sent = await lane.engine.sample(call, place, lane.model, headers)
         with sent as answer:
             try:

@@ -11,7 +11,9 @@ from proxy.sessions.which import EXPLICIT_SOURCES, newest_turn
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import turns
 from turnwise.store.database import Connection, Database
+from turnwise.store.media import read_media
 from turnwise.store.turns import TurnView
+from turnwise.types import image_digests
 
 
 async def read_turns(database: Database, turn_ids: Sequence[str], principal: Principal) -> dict[str, TurnView]:
@@ -56,5 +58,8 @@ async def resume(database: Database, call: Call, principal: Principal) -> None:
             code="previous_response_not_found",
         )
     call.dialect.resume(call, earlier)
+    if digests := image_digests(earlier.messages):
+        session_id = earlier.turn.session_id
+        call.images = await database.fetch(read_media, principal.tenant, digests, session_id=session_id)
     if call.conversation_id is None and call.session_source not in EXPLICIT_SOURCES:
         call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"

@@ -19,6 +19,7 @@ import numpy as np
 
 from proxy.dialects import sse
 from turnwise.engine_plugin.supports import FIELD, SUM_TOLERANCE, from_text
+from turnwise.store.media import Media
 from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, TokenIds, Turn
 
@@ -100,6 +101,10 @@ class Call:
     """Whether the call names that policy as its model; otherwise it is its key's."""
     policy_version: PolicyVersion | None = None
     """The version that the call names as its model, as `NAME@VERSION`; None where it names none."""
+    images: Mapping[str, Media] = dataclasses.field(default_factory=dict)
+    """The images that its messages name, by their digests."""
+    has_other_media: bool = False
+    """Whether its messages have parts that are neither text nor images."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 
@@ -156,6 +161,8 @@ class Captured:
     """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them. `SENT` for those that were
     sent."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
+    places: list[Json] | None = None
+    """Where the prompt's images are, as the engine says; None if it does not say."""
     models: set[str] = dataclasses.field(default_factory=set)
     """The models and adapters that the engine says it has sampled with; one, unless it has mixed calls up."""
     has_routing: bool = False

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from proxy.engines.vllm_forms import (
     reject_prompt_logprobs,
     request,
     support_request,
+    take_places,
     wants_tool_grammar,
     without_thinking,
 )
@@ -109,7 +111,8 @@ class Engine:
     own_fields: ClassVar[frozenset[str]] = frozenset(
         {
             *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
-            *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
+            *("mm_processor_kwargs", "media_io_kwargs", "mm_payload", "return_mm_kwargs", "prompt_embeds"),
+            *("routed_experts_prompt_start", "stream_interval"),
         }
     )
     """Request fields that steer the engine itself; a client's are removed."""
@@ -145,6 +148,9 @@ class Engine:
         """Most ids of a token's support that calls ask for; 0 asks for none."""
         self.max_logprobs = 0
         """Most alternatives that a call may ask for; 0 where that is not known."""
+        self.places_images: bool | None = None
+        """Whether it takes token ids with images and says where these are, as our plug-in does; None before its first
+        reply to a call with images."""
         self.returns_supports = False
         """Whether one of its replies had supports, which our plug-in adds."""
         self.problem: str | None = None
@@ -411,8 +417,11 @@ class Engine:
             and truncates(call.body, self.defaults)
             and not call.body.get("logprob_token_ids")  # these take the place of alternatives
         )
+        if call.images and self.places_images is False and place.parent is not None:
+            place.start_chain("engine_without_plugin")
         support = self._support_request(call) if call.asks_support else {}
-        body = request(call, place, returns_routing=self.returns_routing, support=support)
+        make = functools.partial(request, call, place, returns_routing=self.returns_routing, support=support)
+        body = await asyncio.to_thread(make) if call.images else make()
         body["model"] = model
         if self.may_have_lora:
             reject_prompt_logprobs(body)
@@ -440,6 +449,9 @@ class Engine:
         Raises:
             msgspec.DecodeError: a part is not what the engine's route answers.
         """
+        if call.images:
+            parts = take_places(parts, captured)
+            self.places_images = captured.places is not None
         shown = read_parts(
             parts,
             captured,

@@ -9,6 +9,7 @@ every other byte stays as the engine wrote it.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import re
 from collections.abc import Mapping
@@ -20,9 +21,10 @@ import orjson
 from proxy.dialects.base import SENT, Call, Captured, Choice
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
+from turnwise.engine_plugin.images import FIELD as PLACES
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json
+from turnwise.types import IMAGE_URL, Json
 from turnwise.verify.engine import CHAT_ROUTE
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
@@ -33,6 +35,10 @@ ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 SUPPORTS = re.compile(rb',\s*"%b":\s*(?:"[^"]*"|\[[^]]*\])' % FIELD.encode())
 """Which ids could be sampled, behind a token's logprob or behind those of all tokens; no text can contain this."""
+NAMED = re.compile(rb'"image_url":\{"url":"%b([0-9a-f]{64})"\}' % IMAGE_URL.encode())
+"""An image in the JSON of messages."""
+PLACED = re.compile(rb',\s*"%b":\s*"([A-Za-z0-9+/=]*)"' % PLACES.encode())
+"""The places of a prompt's images; no text can contain this."""
 SUPPORT_KEY = FIELD.encode()
 MOST_ALTERNATIVES = 100
 """Ids of a support that are asked for as alternatives: each takes the engine a hundred bytes of JSON, and a token with
@@ -124,6 +130,14 @@ def read_parts(
         text = ROUTING.sub(b'"routed_experts":null', text)
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
     return shown if shows_empty or all(has_content) else list(itertools.compress(shown, has_content))
+
+
+def take_places(parts: list[bytes], captured: Captured) -> list[bytes]:
+    """Capture where the prompt's images are; return the parts without what says it."""
+    for part in parts if captured.places is None else ():
+        if (found := PLACED.search(part)) is not None:
+            captured.places = orjson.loads(base64.b64decode(found[1]))
+    return [PLACED.sub(b"", part) for part in parts]
 
 
 def read_ids(array: msgspec.Raw, echo: bytes | None) -> bytes:
@@ -297,13 +311,41 @@ def request(call: Call, place: CallPlace, *, returns_routing: bool, support: Jso
     if not is_refused:
         body |= FORCED
         body |= support
-    if place.prompt is not None:
+    if call.images:
+        body |= _with_images(call, place)
+    elif place.prompt is not None:
         body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(place.prompt.json())}
-        if returns_routing and place.parent is not None:
-            # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when
-            # it was sampled, so its experts are this turn's.
-            body["routed_experts_prompt_start"] = place.prompt.num_ids - len(place.between) - 1
+    if place.prompt is not None and returns_routing and place.parent is not None:
+        # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when it
+        # was sampled, so its experts are this turn's.
+        body["routed_experts_prompt_start"] = place.prompt.num_ids - len(place.between) - 1
     return body
+
+
+def _with_images(call: Call, place: CallPlace) -> Json:
+    """Return the messages with their images, and by our plug-in's field the prompt that extends a turn."""
+    given: Json = {}
+    if place.prompt is not None:
+        first = place.prompt.num_ids - len(place.between)
+        given = {"ids": orjson.Fragment(place.prompt.json()), "ranges": place.places, "first": first}
+    arguments = {**(call.body.get("chat_template_kwargs") or {}), PLACES: given}
+    return {"messages": orjson.Fragment(data_urls(call)), "chat_template_kwargs": arguments}
+
+
+def data_urls(call: Call) -> bytes:
+    """Return the JSON of a call's messages with its images as data URLs.
+
+    A text cannot contain the name of an image with these quotes.
+    """
+
+    def data_url(found: re.Match[bytes]) -> bytes:
+        image = call.images.get(found[1].decode())
+        if image is None:  # a field of the client's that looks like an image
+            return found[0]
+        content = base64.b64encode(image.content)
+        return b'"image_url":{"url":"data:%b;base64,%b"}' % (image.media_type.encode(), content)
+
+    return NAMED.sub(data_url, call.messages_json)
 
 
 def reject_prompt_logprobs(body: Json) -> None:

@@ -27,7 +27,9 @@ from proxy.http.connections import LEFT
 from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import Endpoint, ReplySender
+from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify
+from turnwise.engine_plugin.images import FIELD
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -154,6 +156,8 @@ class SampleEndpoint(Endpoint):
             await admission.take()
         if admission.body is not None:
             admission.body.close()
+        if has_media(call.messages):
+            await services.images.take(call)
         admission.running = await services.relay.begin(call, principal, attempt)
         reply.headers[SESSION] = admission.running.place.live.session.session_id
         return None
@@ -204,6 +208,10 @@ class SampleEndpoint(Endpoint):
         if not own_fields.isdisjoint(call.body):
             call.dropped_fields = sorted(own_fields.intersection(call.body))
             call.body = {field: value for field, value in call.body.items() if field not in own_fields}
+        arguments = call.body.get("chat_template_kwargs")
+        if isinstance(arguments, dict) and FIELD in arguments:
+            call.dropped_fields = [*call.dropped_fields, FIELD]
+            call.body["chat_template_kwargs"] = {name: arguments[name] for name in arguments if name != FIELD}
         call.dialect = self._dialect
         identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
         return call, request_digest(call, raw)

@@ -16,10 +16,12 @@ from proxy.calls.resuming import read_turns
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
 from proxy.engines.http_client import Disconnected
+from proxy.engines.vllm_forms import data_urls
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import SampleEndpoint, query_of
 from proxy.routes.reply_sender import Endpoint, ReplySender
+from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify
 from turnwise.errors import EngineUnavailable, NotFound
 
@@ -61,6 +63,8 @@ class CountEndpoint(Endpoint):
                 call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
             await services.model_names.name_policy(call, principal)
             identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
+            if has_media(call.messages):
+                await services.images.take(call)
             num_tokens = await services.sessions.continued_length(call, principal)
             if num_tokens is None:
                 num_tokens = await self._rendered_length(call, principal)
@@ -78,7 +82,8 @@ class CountEndpoint(Endpoint):
     async def _rendered_length(self, call: Call, principal: Principal) -> int:
         engine = self._services.pool.route(principal.key_id)
         rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
-        rendered |= {"messages": call.messages, "model": engine.model}
+        messages = orjson.Fragment(data_urls(call)) if call.images else call.messages
+        rendered |= {"messages": messages, "model": engine.model}
         if arguments := template_arguments(call.body):
             rendered["chat_template_kwargs"] = arguments
         return len(await engine.tokenise(rendered))

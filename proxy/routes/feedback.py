@@ -32,12 +32,12 @@ from proxy.routes.control import (
 from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import FeedbackRewards
-from turnwise.chains import as_root, is_trainable
+from turnwise.chains import as_root, images_of, is_trainable, token_keys
 from turnwise.errors import InvalidRequest
 from turnwise.store import feedback, selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.types import Feedback, FeedbackKind, Json, Session, Turn
+from turnwise.types import Feedback, FeedbackKind, Json, Session, Turn, image_digests
 
 MAX_COMMENT = 10_000
 MAX_REPLY = 200_000
@@ -197,7 +197,8 @@ def _group(
     asked = [as_root(path) for path in paths]
     for turn in asked[1:]:
         principal.require_session(turn.session_id)
-        if not np.array_equal(turn.prompt_delta, asked[0].prompt_delta):
+        keys, first_keys = (token_keys(each.prompt_delta, images_of([each])) for each in (turn, asked[0]))
+        if not np.array_equal(keys, first_keys):
             raise InvalidRequest(
                 f"turn {turn.turn_id!r} replies to another prompt than turn {given.turn_id!r}; give turns that were "
                 "sampled from the same one",
@@ -250,7 +251,7 @@ def hint_of(template: ChatTemplate | None, view: TurnView, text: str) -> Json | 
 
     None where the template does not render it, or where it would be nearly all of a long prompt again.
     """
-    if template is None or not view.messages:
+    if template is None or not view.messages or image_digests(view.messages):
         return None
     prompt = view.prompt_token_ids
     try:

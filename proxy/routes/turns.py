@@ -21,17 +21,20 @@ from proxy.routes.control import Caller, CheckedRoute, Here, Id, answer, describ
 from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
-from turnwise.errors import Conflict
+from turnwise.errors import Conflict, NotFound
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
+from turnwise.store.media import read_media
 from turnwise.store.turns import TurnView
-from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn
+from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn, image_digests
 from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 
+IMAGE_HEADERS = {"content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff"}
+"""A client chose the file, so a browser runs nothing of it."""
 Kind = Literal["prompt", "scaffold", "sampled"]
 
 
@@ -87,6 +90,8 @@ class TurnTokens:
     """Characters that span several tokens, in order."""
     special_ids: list[int]
     """Ids of tokens that mark structure."""
+    images: list[Json]
+    """The images of the prompt, in order, each with `digest`, and `offset` and `length` of its placeholder."""
 
 
 @router.get("/turns/{turn_id}/tokens", responses=describe_answer("TokensAnswer"))
@@ -105,6 +110,16 @@ async def get_tokens(
         return _tokens(path, services.sessions.template, credit, advantages)
 
     return answer(await services.database.fetch(read))
+
+
+@router.get("/images/{digest}", responses={200: {"content": {"image/*": {}}}})
+async def get_image(digest: Id, services: Here, principal: Caller) -> Response:
+    """Return the file of an image that a message names as `image:DIGEST`."""
+    found = await services.database.fetch(read_media, principal.tenant, [digest], session_id=principal.session_id)
+    if digest not in found:
+        raise NotFound(f"there is no image {digest!r:.80}", param="digest")
+    image = found[digest]
+    return Response(image.content, media_type=image.media_type, headers=IMAGE_HEADERS)
 
 
 def _tokens(
@@ -150,6 +165,7 @@ def _tokens(
         pieces={str(token): piece for token, piece in pieces.items()},
         characters=[] if template is None else list(characters(token_ids.tolist(), pieces, template.text_of)),
         special_ids=[token for token, piece in pieces.items() if piece in special],
+        images=[image for turn in path for image in turn.images or ()],
     )
 
 
@@ -232,6 +248,8 @@ async def recompute_logprobs(
 def _check_repeatable(view: TurnView) -> None:
     if not is_trainable(view.turn) or not view.turn.token_ids.size:
         raise Conflict("this turn has no logprobs that could be compared: it is not trainable, or sampled nothing")
+    if image_digests(view.messages):
+        raise Conflict("an engine computes logprobs of tokens without images, and this turn's prompt has some")
     if names := [name for name in NOT_REPEATABLE if view.turn.sampling.get(name)]:
         raise Conflict(f"this turn was sampled with {', '.join(names)}, whose effect depends on earlier tokens")
 

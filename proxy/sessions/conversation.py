@@ -284,9 +284,9 @@ def argument_digests(message: Json) -> frozenset[bytes]:
 
 
 def has_media(messages: Sequence[Json]) -> bool:
-    """Return whether any message has content that is not text: only vLLM can render such prompts."""
+    """Return whether any message may have content that is not text; vLLM also takes it from a part without a type."""
     return any(
-        isinstance(part, dict) and part.get("type") not in TEXT_PARTS
+        isinstance(part, dict) and (part.get("type") not in ("text", "refusal") or "uuid" in part)
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content

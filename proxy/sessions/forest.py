@@ -105,6 +105,8 @@ class KnownTurn:
     """When its call started and ended; seconds since 1970."""
     has_child: bool = False
     """Whether a turn whose reply was not cut off extends it, or a call without its tokens went on from it."""
+    places: tuple[tuple[int, int], ...] = ()
+    """Offset and length of the images that its prompt adds to its parent's tokens."""
     tokens: EncodedIds | None = None
     """Prompt and sampled ids; None when they must be read from the store."""
 

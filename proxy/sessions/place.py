@@ -30,7 +30,6 @@ from proxy.sessions.conversation import (
     ConversationDigests,
     Conversations,
     context_digest,
-    has_media,
     message_digest,
     read_conversation,
 )
@@ -45,7 +44,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict
 from turnwise.store import conversations, rewards
 from turnwise.store.database import Database
-from turnwise.types import Session, SessionStatus, Split, TokenIds
+from turnwise.types import Session, SessionStatus, Split, TokenIds, image_digests
 
 LONG_BYTES = 64 * 2**10
 """Messages of a call that leaves much freed memory."""
@@ -74,8 +73,14 @@ class CallPlace:
     """The prompt to send, which extends the parent's ids; None, without a parent, lets the engine render it."""
     between: TokenIds = dataclasses.field(default_factory=NO_IDS.copy)
     """The prompt's ids after the parent's; they belong to this turn."""
+    places: tuple[tuple[int, int], ...] = ()
+    """Offset and length of the images in the parent's tokens."""
     reason: str | None = None
     """Why a conversation with replies starts a new chain, or branches from an earlier turn than its last reply's."""
+
+    def start_chain(self, reason: str) -> None:
+        """Let the call extend no turn, because the engine does not take the prompt that extends it."""
+        self.parent, self.prompt, self.between, self.places, self.reason = None, None, NO_IDS, (), reason
 
 
 class Sessions:
@@ -266,7 +271,8 @@ class Sessions:
             await self.plan(place, call)
         finally:
             self.release(place)
-        return None if place.prompt is None else place.prompt.num_ids
+        # The engine alone knows how many tokens an image takes.
+        return None if place.prompt is None or call.images else place.prompt.num_ids
 
     def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
@@ -345,7 +351,7 @@ async def extend(
         keep_thinking: whether to stay on the chain although the template drops earlier thinking.
     """
     conversation, forest = place.conversation, place.live.forest
-    place.reason = _reason_not_to_extend(call, parent, template)
+    place.reason = _reason_not_to_extend(call, forest, parent, template)
     if place.reason is not None or template is None:
         return
     # Thinking is put back into the replies, which clients send without it.
@@ -379,15 +385,27 @@ async def extend(
         place.reason = unsafe.reason
         return
     conversation.kinds = kinds
+    if call.images:
+        place.places = places_of(forest, parent)
     place.parent, place.reason = parent, break_reason(conversation, forest, parent)
 
 
-def _reason_not_to_extend(call: Call, parent: KnownTurn, template: ChatTemplate | None) -> str | None:
+def places_of(forest: TurnForest, turn: KnownTurn) -> tuple[tuple[int, int], ...]:
+    """Return the places of the images in a turn's tokens, in order."""
+    path = [each.places for each in forest.ancestors(turn)]
+    return tuple(itertools.chain.from_iterable(reversed(path)))
+
+
+def _reason_not_to_extend(
+    call: Call, forest: TurnForest, parent: KnownTurn, template: ChatTemplate | None
+) -> str | None:
     """Return why this call cannot extend the turn, whatever its messages are; None if it can."""
     if template is None:
         return "template_unknown"
-    if has_media(call.messages):
+    if call.has_other_media:
         return "media"
+    if call.images and len(places_of(forest, parent)) != len(image_digests(call.messages[: parent.num_messages])):
+        return "image_places_unknown"
     body = call.body
     # With these fields the prompt ends inside the last message, which the client wrote.
     if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:

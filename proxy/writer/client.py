@@ -338,6 +338,7 @@ def row_of(turn: NewTurn) -> stored_turns.TurnRow:
         asks_support=turn.asks_support,
         encoded_prompt=turn.encoded_prompt,
         encoded_routing=turn.encoded_routing,
+        media=turn.media,
         session_created_at=rows.to_micros(turn.session_created_at),
     )
 

@@ -35,6 +35,7 @@ from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
+from turnwise.store.media import Media
 from turnwise.support import pack
 from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import Outcome, Reward, Session, Turn
@@ -76,6 +77,8 @@ class NewTurn(Turn):
     """Whether they say which ids could be sampled."""
     encoded_prompt: bytes = b""
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
+    media: dict[str, Media] = dataclasses.field(default_factory=dict)
+    """The images in its messages, which are stored with it."""
     encoded_routing: tuple[str, int, int] | None = None
     """Arguments of `pack_routing` for `routed_experts`; None where the engine returned no routing."""
 

@@ -1,8 +1,9 @@
-"""Images in each wire format: they reach the engine, the turn is not trained, and an engine without images refuses."""
+"""Images in each wire format: files reach the engine as data URLs, no URL does, and a model without sight refuses."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from typing import Any
 
 import httpx2
@@ -74,18 +75,23 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_an_image_reaches_the_engine_and_its_turn_is_untrainable(
+def test_a_file_reaches_the_engine_and_a_url_does_not(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, case: str
 ) -> None:
     (route, body), url = SERVED[case]
     reply = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
+    if url == LINK:
+        assert (reply.status_code, "fetch_images" in reply.text) == (400, True)
+        return
     assert reply.status_code == 200, reply.text
     contents = [message["content"] for message in shared_engine.calls[-1].body["messages"]]
     images = [part for content in contents if isinstance(content, list) for part in content if part["type"] != "text"]
     assert images == [{"type": "image_url", "image_url": {"url": url}}]
     assert "Look." in str(contents)
     (view,) = proxy.turns(session_id)
-    assert (view.turn.outcome, view.turn.reason) == (Outcome.UNTRAINABLE, "media")
+    assert (view.turn.outcome, view.turn.reason) == (Outcome.UNTRAINABLE, "image_places_unknown")
+    named = {"type": "image_url", "image_url": {"url": f"image:{hashlib.sha256(base64.b64decode(DATA)).hexdigest()}"}}
+    assert named in view.messages[-1]["content"]
 
 
 @pytest.mark.engine
@@ -93,8 +99,7 @@ def test_a_model_without_images_refuses_each_with_a_sentence(
     engine: RunningEngine, start_proxy: StartProxy, session_id: str
 ) -> None:
     proxy = start_proxy(engine.url)
-    # The engine would fetch a picture by its URL, so one of those is enough.
-    asked = {case: served for case, served in SERVED.items() if served[1] != LINK or case == "chat, url"}
+    asked = {case: served for case, served in SERVED.items() if served[1] != LINK}
     for case, ((route, body), _) in asked.items():
         refused = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
         assert refused.status_code == 400, (case, refused.text)

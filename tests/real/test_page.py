@@ -397,6 +397,7 @@ def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: 
         "pieces": {str(number): f" word{number}" for number in range(1000)},
         "special_ids": [7],
         "characters": [],
+        "images": [],
     }
     window.page.route("**/tokens", lambda route: route.fulfill(json=answer))
     page = window.open("#session/edited")

@@ -27,11 +27,13 @@ from turnwise.store import (
     forks,
     groups,
     keys,
+    media,
     overview,
     policies,
     processes,
     retention,
     rewards,
+    rows,
     schema,
     search,
     selection,
@@ -63,6 +65,7 @@ from turnwise.types import (
 )
 
 NOW = utc_now()
+DIGEST = "0" * 64
 LONG_AGO = datetime.datetime.fromtimestamp(0, datetime.UTC)
 WEEK = datetime.timedelta(days=7)
 CONTENTS = Contents(min_reward=0.0, outcome=Outcome.EXACT, reason="r", policy_version=0, text="question")
@@ -98,6 +101,25 @@ def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
 def _archive(conn: sa.Connection) -> None:
     rows_of = _rows_to_archive(conn)
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
+    while retention.sweep(conn):
+        pass
+    assert all(archive.insert_session(conn, each) for each in archive.grouped(rows_of))
+
+
+def _images(conn: sa.Connection) -> None:
+    """Store an image of a session that is over, read it, take it to an archive and back, and delete it."""
+    part = {"type": "image_url", "image_url": {"url": f"image:{DIGEST}"}}
+    turn = make_turn("t9", session_id="over", tenant="t", messages=[{"role": "user", "content": [part]}])
+    turns.append_rows(conn, [rows.TURNS.row(turn, media={DIGEST: media.Media("image/png", b"")})])
+    media.read_media(conn, "t", [DIGEST])
+    assert media.read_media(conn, "t", [DIGEST], session_id="over")
+    placed = {"digest": DIGEST, "offset": 0, "length": 1, "runs": [[0, 1]]}
+    seen = sa.update(schema.turns).where(schema.turns.c.turn_id == "t9")
+    conn.execute(seen.values(rows.TURNS.values({"images": [placed]})))
+    over = selection.session_row(conn, "t", "over")
+    list(experiences.experiences_of_sessions(conn, [over.session_pk]))
+    rows_of = {name: list(archive.select_rows(conn, name, [over])) for name in archive.TABLES}
+    retention.delete_session(conn, "t", "over")
     while retention.sweep(conn):
         pass
     assert all(archive.insert_session(conn, each) for each in archive.grouped(rows_of))
@@ -292,6 +314,7 @@ OF_TENANT: dict[str, Ask] = {
     "a removed label": lambda c: sessions.remove_label(c, "t", "over", "golden"),
     "an end": lambda c: sessions.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
     "keys and their usage": _keys,
+    "images": _images,
     "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
     "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
     "the sessions of an end user": lambda c: (

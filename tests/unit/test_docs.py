@@ -59,7 +59,9 @@ def test_contributing_names_every_room_of_the_contracts_and_every_path_of_its_ta
         assert list(ROOT.glob(path.rstrip("/"))), f"{path} does not exist"
 
 
-@pytest.mark.parametrize("reason", ["edited_history", "system_changed", "tools_changed", "thinking_stripped", "media"])
+@pytest.mark.parametrize(
+    "reason", ["edited_history", "system_changed", "tools_changed", "thinking_stripped", "media", "media_rerendered"]
+)
 def test_every_reason_is_explained(reason):
     assert f"`{reason}`" in (ROOT / "docs" / "exactness.md").read_text()
 

@@ -94,6 +94,10 @@ class AsyncClient(Connection):
     async def turn(self, turn_id: str, *, prompt: Prompt = "added") -> Json:
         return await self._json(wire.get_turn(turn_id, prompt))
 
+    async def image(self, digest: str) -> str:
+        answer = await self._send(wire.get_image(digest))
+        return wire.data_url(answer.headers["content-type"], answer.content)
+
     async def recomputed_logprobs(self, turn_id: str) -> Json:
         return await self._json(wire.recompute_logprobs(turn_id))
 

@@ -125,6 +125,11 @@ class Client(Connection):
         """Return one turn's JSON, with what it adds to its parent's prompt or with its whole prompt."""
         return self._json(wire.get_turn(turn_id, prompt))
 
+    def image(self, digest: str) -> str:
+        """Return an image that messages name as `image:DIGEST`, as a data URL."""
+        answer = self._send(wire.get_image(digest))
+        return wire.data_url(answer.headers["content-type"], answer.content)
+
     def recomputed_logprobs(self, turn_id: str) -> Json:
         """Return a turn's logprobs as stored and as the served version computes them now; needs an admin key."""
         return self._json(wire.recompute_logprobs(turn_id))

@@ -6,9 +6,11 @@ It reads a session's JSON with its `turns`, each with its whole prompt, so it se
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from turnwise.types import Json
+from turnwise.types import Json, image_digests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +33,30 @@ class AgentConversation:
     @property
     def replies(self) -> dict[int, Json]:
         return {len(turn["messages"]): turn for turn in self.path}
+
+
+def with_images(session: Json, data_url: Callable[[str], str]) -> Json:
+    """Return a session whose messages show its images by data URLs, which `data_url` returns by their digests."""
+    urls = functools.cache(data_url)
+
+    def shown(part: Json) -> Json:
+        return {**part, "image_url": {"url": urls(digest)}} if (digest := _digest_of(part)) else part
+
+    def turn_shown(turn: Json) -> Json:
+        if not image_digests(turn["messages"]):
+            return turn
+        contents = ((message, message.get("content")) for message in turn["messages"])
+        messages = [
+            {**message, "content": list(map(shown, content))} if isinstance(content, list) else message
+            for message, content in contents
+        ]
+        return {**turn, "messages": messages}
+
+    return {**session, "turns": list(map(turn_shown, session["turns"]))}
+
+
+def _digest_of(part: Any) -> str | None:
+    return next(iter(image_digests([{"content": [part]}])), None)
 
 
 def conversations(session: Json) -> Iterator[AgentConversation]:

@@ -6,6 +6,7 @@ sleep, so the rules for paths, retries and errors are written once.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import json
@@ -153,6 +154,14 @@ def remove_label(session_id: str, label: str) -> ApiCall:
 
 def get_turn(turn_id: str, prompt: Prompt) -> ApiCall:
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
+
+
+def get_image(digest: str) -> ApiCall:
+    return get(f"/v1/images/{segment(digest)}")
+
+
+def data_url(media_type: str, content: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
 def recompute_logprobs(turn_id: str) -> ApiCall:

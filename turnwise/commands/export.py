@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
+from turnwise.client import wire
+from turnwise.client.conversations import with_images
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
@@ -146,8 +148,15 @@ def _is_at_least(reward: float | None, bound: float | None) -> bool:
 def _sessions(conn: Connection, wanted: SessionFilter) -> Iterator[Json]:
     from turnwise.exchange import session_document as documents
     from turnwise.store import search
+    from turnwise.store.media import read_media
 
-    return map(documents.session_document, search.session_records(conn, wanted))
+    for record in search.session_records(conn, wanted):
+        tenant = record.session.tenant
+
+        def data_url(digest: str, tenant: str = tenant) -> str:
+            return wire.data_url(*read_media(conn, tenant, [digest])[digest])
+
+        yield with_images(documents.session_document(record), data_url)
 
 
 def _write_experiences(

@@ -20,6 +20,7 @@ import click
 from pydantic import SecretStr
 
 from turnwise.client import Client
+from turnwise.client.conversations import with_images
 from turnwise.commands.flags import settings_model
 from turnwise.errors import SettingsError
 from turnwise.files import is_locked, lock
@@ -227,7 +228,7 @@ def session_document(client: Client, session: Json) -> Json:
     # The latest line of each target and name is in force; the lines of a step are with each of its turns.
     latest = {(line["turn_id"], line["step"], line["name"]): line for _, line in sorted(given.items())}
     lines = sorted(latest.values(), key=lambda line: int(line["reward_id"]))
-    return {**session, "turns": turns, "rewards": lines}
+    return with_images({**session, "turns": turns, "rewards": lines}, client.image)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ vLLM loads this package in each of its processes by the entry point `vllm.genera
 vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
 carries bytes over a process group of torch's, `layout` defines what the bytes mean. The trainer uses the last two to
 send. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches with adapters. `supports` lets
-replies say which ids could be sampled at each token.
+replies say which ids could be sampled at each token. `images` lets the chat route take token ids together with images.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ def register() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.multimodal.processing import processor
+    from vllm.renderers import hf, params
     from vllm.v1.engine import logprobs
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from turnwise.engine_plugin import cpu_kernels
+    from turnwise.engine_plugin import cpu_kernels, images
     from turnwise.engine_plugin.supports import return_supports
 
     cpu_kernels.pack_tied_heads(layerwise)
     cpu_kernels.pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
     cpu_kernels.leave_out_tokens_without_adapter(lora_ops, punica_cpu)
     return_supports(logprobs)
+    images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
     tell_why_it_died(EngineCoreProc, EngineDeadError)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
 

@@ -1,12 +1,243 @@
-"""Images: what the engine's processor made of them, as digests that the trainer compares with its own."""
+"""Images on the chat route: given token ids together with images, and replies that say where each image stands.
+
+vLLM ignores given ids in a call with images, and renders its messages again. Here a request names `FIELD` among its
+template arguments: `ids` are the prompt, `ranges` are offset and length of each image's placeholder that `ids` have
+already, and the targets of the other images are searched from place `first` on, where nothing was sampled. A stored
+placeholder must be what the processor would put there now; else the call is refused before sampling, with
+`RERENDERED`. Without ids vLLM renders the messages. The reply has the places of all images in the same field.
+
+`processor_digest` and `pixels_digest` say what the processor made of the images; the trainer compares them with its
+own.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextvars
+import dataclasses
+import functools
 import hashlib
 import json
+from collections.abc import AsyncIterator, Sequence
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+FIELD = "turnwise_prompt"
+"""The template argument of a request, and the field of a reply."""
+RERENDERED = "media_rerendered"
+"""Begins the refusal of ids in which a placeholder is not what the processor would put there."""
 DIGEST_BYTES = 16
+_KEPT_DIGESTS = 4096
+"""Images whose pixels' digest is kept: vLLM's cache does not return the pixels of one that it has sent before."""
+_places: contextvars.ContextVar[str | None] = contextvars.ContextVar("places", default=None)
+"""Where the images of the request are that this task answers."""
+
+
+class GivenIds(list[int]):
+    """A prompt whose placeholders are found by their places, so that a sampled placeholder stays text."""
+
+    ranges: Sequence[Sequence[int]] = ()
+    first: int = 0
+
+
+def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor: ModuleType) -> None:
+    """Let vLLM's chat route take ids together with images.
+
+    Args:
+        renderer: `HfRenderer`.
+        tokenizing: `TokenizeParams`, which would make a plain list of the ids.
+        processor: The module `vllm.multimodal.processing.processor`.
+    """
+    begin, render, base = renderer.__init__, renderer.render_messages_async, processor.BaseMultiModalProcessor
+    process, put, validate = (
+        base._cached_apply_hf_processor,  # noqa: SLF001  vLLM has no hook
+        base._maybe_apply_prompt_updates,  # noqa: SLF001
+        tokenizing._validate_tokens,  # noqa: SLF001
+    )
+
+    @functools.wraps(begin)
+    def begin_with_places(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        _show_in_replies()
+
+    async def render_given(self: Any, messages: Any, params: Any) -> Any:
+        arguments = params.chat_template_kwargs or {}
+        given = arguments.get(FIELD)
+        if given is None:
+            return await render(self, messages, params)
+        others = {name: value for name, value in arguments.items() if name != FIELD}
+        conversation, prompt = await render(self, messages, dataclasses.replace(params, chat_template_kwargs=others))
+        if "ids" in given:
+            self.validate_token_ids(given["ids"], parameter=FIELD)
+            prompt.pop("prompt", None)
+            prompt["prompt_token_ids"] = ids = GivenIds(given["ids"])
+            ids.ranges, ids.first = given["ranges"], given["first"]
+        return conversation, prompt
+
+    def validate_given(self: Any, tokenizer: Any, tokens: Any) -> Any:
+        validated = validate(self, tokenizer, tokens)
+        return tokens if isinstance(tokens, GivenIds) and len(validated) == len(tokens) else validated
+
+    def process_given(self: Any, inputs: Any, timing: Any) -> Any:
+        result = process(self, inputs, timing)
+        return result._replace(prompt_ids=inputs.prompt) if isinstance(inputs.prompt, GivenIds) else result
+
+    def put_given(self: Any, mm_items: Any, mm_res: Any) -> Any:
+        if not isinstance(mm_res.prompt_ids, GivenIds):
+            return put(self, mm_items, mm_res)
+        counts = mm_items.get_all_counts()
+        self._validate_mm_kwargs(mm_res.kwargs, counts)
+        self._validate_mm_updates(mm_res.prompt_updates, counts)
+        ((modality, updates),) = mm_res.prompt_updates.items()
+        ids, found = placed(mm_res.prompt_ids, [each[0] for each in updates])
+        make = functools.partial(processor.PlaceholderFeaturesInfo, modality=modality)
+        return ids, {modality: [make(**each) for each in found]}
+
+    renderer.__init__ = begin_with_places
+    renderer.render_messages_async = render_given
+    tokenizing._validate_tokens = validate_given  # noqa: SLF001
+    base._cached_apply_hf_processor = process_given  # noqa: SLF001
+    base._maybe_apply_prompt_updates = put_given  # noqa: SLF001
+
+
+def placed(given: GivenIds, updates: Sequence[Any]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the whole prompt, and each image's placeholder in it, from what vLLM would put there for each image.
+
+    Raises:
+        VLLMValidationError: a stored placeholder is another one now, or there are not as many targets as new images.
+    """
+    ids: list[int] = []
+    found: list[dict[str, Any]] = []
+    end, searched = 0, given.first
+    for index, update in enumerate(updates):
+        full, target = list(update.content.full), list(update.target)
+        if index < len(given.ranges):
+            start, length = given.ranges[index]
+            if given[start : start + length] != full:
+                raise _refused(f"image {index}: {length} ids at {start} are given, the processor puts {len(full)}")
+        else:
+            at, length = _find(given, target, searched), len(target)
+            if at is None:
+                raise _refused(f"image {index} has no placeholder from {searched} on")
+            start, searched = at, at + length
+        ids += given[end:start]
+        is_embed = None if update.content.is_embed is None else update.content.is_embed(full)
+        found.append({"item_idx": index, "start_idx": len(ids), "tokens": full, "is_embed": is_embed})
+        ids, end = ids + full, start + length
+    if updates and _find(given, list(updates[-1].target), max(searched, end)) is not None:
+        raise _refused(f"there are more placeholders than {len(updates)} images")
+    return ids + given[end:], found
+
+
+def _find(ids: Sequence[int], target: Sequence[int], start: int) -> int | None:
+    found = (at for at in range(start, len(ids) - len(target) + 1) if ids[at : at + len(target)] == target)
+    return next(found, None) if target else None
+
+
+def _refused(problem: str) -> Exception:
+    from vllm.exceptions import VLLMValidationError
+
+    error: Exception = VLLMValidationError(f"{RERENDERED}: {problem}", parameter=FIELD)
+    return error
+
+
+@functools.cache
+def _show_in_replies() -> None:
+    """Patch the chat route where a renderer is made: the worker processes of vLLM do not load it."""
+    from vllm.entrypoints.openai.chat_completion import serving
+
+    return_places(serving.OpenAIServingChat)
+
+
+def return_places(chat: type[Any]) -> None:
+    """Let replies say where their images are; the argument is `OpenAIServingChat`."""
+    answer, render, narrow = (
+        chat.create_chat_completion,
+        chat.render_chat_request,
+        chat._engine_chat_template_kwargs,  # noqa: SLF001  a hook for subclasses
+    )
+    pixels: dict[str, str] = {}
+
+    async def render_and_note(self: Any, request: Any) -> Any:
+        result = await render(self, request)
+        if isinstance(result, tuple) and FIELD in (request.chat_template_kwargs or {}):
+            settings = _settings_digest(self.online_renderer.renderer.get_mm_processor())
+            _places.set(places_text(result[1][0], settings, pixels))
+        return result
+
+    async def answer_with_places(self: Any, request: Any, raw_request: Any = None) -> Any:
+        _places.set(None)
+        reply = await answer(self, request, raw_request)
+        places = _places.get()
+        if places is None:
+            return reply
+        if hasattr(reply, "__aiter__"):
+            return _with_places(reply, places)
+        if hasattr(reply, "choices"):
+            setattr(reply, FIELD, places)
+        return reply
+
+    def narrowed(self: Any, arguments: dict[str, Any]) -> Any:
+        return narrow(self, {name: value for name, value in arguments.items() if name != FIELD})
+
+    chat.render_chat_request = render_and_note
+    chat.create_chat_completion = answer_with_places
+    chat._engine_chat_template_kwargs = narrowed  # noqa: SLF001  it sends them to another process
+
+
+async def _with_places(events: AsyncIterator[str], places: str) -> AsyncIterator[str]:
+    is_first = True
+    async for event in events:
+        if is_first and '"choices"' in event:
+            head, brace, tail = event.rpartition("}")
+            yield f'{head},"{FIELD}":"{places}"{brace}{tail}'
+            is_first = False
+        else:
+            yield event
+
+
+def places_text(prompt: Any, settings: str, pixels: dict[str, str]) -> str:
+    """Return the places of a prompt's images as JSON in base64, which no JSON string of a reply contains.
+
+    Args:
+        prompt: vLLM's prompt, as its engine gets it.
+        settings: The digest of the processor's settings.
+        pixels: Digests of the pixels of earlier images by vLLM's hash; it is completed.
+    """
+    images = []
+    hashes = prompt.get("mm_hashes", {}).get("image", ())
+    items = prompt.get("mm_kwargs", {}).get("image", ())
+    places = prompt.get("mm_placeholders", {}).get("image", ())
+    for name, item, place in zip(hashes, items, places, strict=True):
+        if (made := _pixels_of(item)) is not None:
+            while len(pixels) >= _KEPT_DIGESTS:
+                del pixels[next(iter(pixels))]
+            pixels[name] = pixels_digest(made)
+        runs = _runs(place.length if place.is_embed is None else place.is_embed.numpy())
+        image = {"offset": place.offset, "length": place.length, "processor": settings, "pixels": pixels.get(name, "")}
+        images.append({**image, "runs": [[place.offset + start, length] for start, length in runs]})
+    return base64.b64encode(json.dumps(images).encode()).decode()
+
+
+def _pixels_of(item: Any) -> Any:
+    found = (item[name].data for name in sorted(item or ()) if name.startswith("pixel_values"))
+    return next(found, None)
+
+
+def _runs(embedded: Any) -> list[tuple[int, int]]:
+    """Return begin and length of each run of True; a number stands for as many of them."""
+    if isinstance(embedded, int):
+        return [(0, embedded)]
+    edges = np.flatnonzero(np.diff(embedded.astype(np.int8), prepend=0, append=0)).tolist()
+    return [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@functools.lru_cache(maxsize=4)
+def _settings_digest(processor: Any) -> str:
+    found = getattr(processor.info.get_hf_processor(), "image_processor", None)
+    return "" if found is None else processor_digest(found)
 
 
 def processor_digest(image_processor: Any) -> str:

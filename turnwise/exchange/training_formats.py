@@ -1,8 +1,8 @@
 """Formats of trainers elsewhere: OpenAI fine-tuning, TRL conversations and preference pairs, Axolotl tokens, verl.
 
 Conversations are rendered again by the chat template of the other trainer, so for TRL and verl they have the form that
-templates read: text contents, arguments as objects, reasoning. A conversation of which a call's arguments are no JSON
-object has no such form and is left out. The tokens for Axolotl are the stored ones.
+templates read: text contents, arguments as objects, reasoning. A conversation with an image, or of which a call's
+arguments are no JSON object, has no such form and is left out. The tokens for Axolotl are the stored ones.
 A reward is a column wherever the format allows further columns. OpenAI has one line per conversation, with the tools
 that its model saw; replies that are no training data have weight 0 there: assistant messages that an application wrote
 into a prompt, and turns that are not trainable.
@@ -160,7 +160,7 @@ def _shape(value: Any) -> Any:
 
 
 def _template_messages(conversation: AgentConversation) -> list[Json] | None:
-    """Return messages as chat templates read them; None where the arguments of a call are no JSON object."""
+    """Return messages as chat templates read them; None with an image, or arguments of a call that are no object."""
     try:
         return [_template_message(message) for message in conversation.messages]
     except (ValueError, RecursionError):
@@ -181,6 +181,8 @@ def _template_message(message: Json) -> Json:
 
 
 def _text_of(part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        raise ValueError("an image has no place in a text")
     return str(part.get("text") or part.get("refusal") or "") if isinstance(part, dict) else str(part)
 
 

@@ -8,6 +8,7 @@ session, turn, version, key or policy raises `NotFound` if it, or the given tena
  database, postgres, statements        connections and transactions, and SQL that SQLAlchemy does not cover
  selection                             which sessions a reader or a writer wants
  sessions, turns, rewards, feedback    what agents and people write, each once, and how it is read
+ media                                 images, each once for its tenant, and which sessions have them
  conversations, forks                  stored conversations that calls extend, and copies of them
  groups, claims                        what is ready to be trained, and what a trainer holds and acknowledges
  experiences                           what is trained and evaluated, computed from turns and rewards

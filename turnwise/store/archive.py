@@ -30,6 +30,7 @@ Row = Mapping[str, Any]
 OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies, session_media)
 TABLES = {table.name: table for table in (groups, sessions, media, *OF_SESSIONS)}
 ROWS_AT_ONCE = 256
+FILES_AT_ONCE = 10
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
@@ -44,7 +45,8 @@ def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]
         found_rows = sa.select(media).where(is_wanted).order_by(*media.primary_key)
     else:
         found_rows = sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(key, *table.primary_key)
-    for row in conn.execute(found_rows, execution_options={"yield_per": ROWS_AT_ONCE}):
+    some = FILES_AT_ONCE if table is media else ROWS_AT_ONCE
+    for row in conn.execute(found_rows, execution_options={"yield_per": some}):
         yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name
 
 

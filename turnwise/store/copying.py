@@ -14,13 +14,14 @@ import sqlalchemy as sa
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import metadata, policies, policy_versions
+from turnwise.store.schema import media, metadata, policies, policy_versions
 from turnwise.store.statements import continue_numbers, insert_new_rows
 from turnwise.types import DEFAULT_POLICY
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
 """Tables about running processes, which are others over the target."""
 ROWS_AT_ONCE = 500
+FILES_AT_ONCE = 10
 _DIGEST_BITS = 64
 
 
@@ -69,7 +70,8 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
 
 
 def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[Sequence[StoredRow]]:
-    yield from conn.execute(sa.select(table), execution_options={"yield_per": ROWS_AT_ONCE}).partitions()
+    some = FILES_AT_ONCE if table is media else ROWS_AT_ONCE
+    yield from conn.execute(sa.select(table), execution_options={"yield_per": some}).partitions()
 
 
 def _digest(row: StoredRow) -> int:

@@ -7,22 +7,18 @@ of them stay short, and two images are equal where their files are.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from turnwise.store.schema import media, session_media, sessions
 from turnwise.store.statements import insert_new_rows, is_among
-from turnwise.types import Json
+from turnwise.types import IMAGE_URL, image_digests
 
-IMAGE_URL = "image:"
-"""Begin of the URL of a stored image."""
 NAMED_IMAGE = f'"url":"{IMAGE_URL}'
 """Text that the JSON of messages with images has."""
 SWEPT_AT_ONCE = 20
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Media(NamedTuple):
@@ -30,22 +26,6 @@ class Media(NamedTuple):
 
     media_type: str
     content: bytes
-
-
-def image_parts(messages: Iterable[Json]) -> Iterator[Json]:
-    """Yield the parts of messages that are images, in order."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                yield part
-
-
-def image_digests(messages: Iterable[Json]) -> list[str]:
-    """Return the digests of the stored images that messages name, in order."""
-    urls = (part["image_url"]["url"] for part in image_parts(messages) if isinstance(part.get("image_url"), dict))
-    named = (url.removeprefix(IMAGE_URL) for url in urls if isinstance(url, str) and url.startswith(IMAGE_URL))
-    return [digest for digest in named if _DIGEST.fullmatch(digest)]
 
 
 def add_media(conn: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import httpx2
 from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.settings import mask_credentials
 from turnwise.store.turns import TurnView
-from turnwise.types import Json
+from turnwise.types import Json, image_digests
 from turnwise.verify.engine import (
     ADDRESS_HINT,
     NOT_REPEATABLE,
@@ -75,6 +75,8 @@ class LogprobChecker:
 
     def _why_not(self, view: TurnView) -> str | None:
         turn = view.turn
+        if image_digests(view.messages):
+            return "with images, which the engine's route for tokens does not take"
         if turn.policy_version_first != turn.policy_version_last:
             return "sampled under two versions"
         if abs(turn.policy_version_first - self.version) > self._version_distance:

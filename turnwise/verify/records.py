@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,8 +18,9 @@ from turnwise.chains import is_trainable
 from turnwise.errors import BadCheckpoint
 from turnwise.store import rows, search, updates
 from turnwise.store.database import Connection
+from turnwise.store.media import read_media
 from turnwise.support import unpack
-from turnwise.types import Json, PolicyVersion, Turn, UpdateRecord
+from turnwise.types import Json, PlacedImage, PolicyVersion, Turn, UpdateRecord, image_digests
 from turnwise.version_directory import MANIFEST, compare_digests, read_manifest, weights_digest
 
 MISMATCHES_KEPT = 1000
@@ -103,9 +105,34 @@ def _problems(turn: Turn, seq: int, known: dict[str, Turn], served_at: Mapping[i
         found.append(("policy_version_first", f"{turn.policy_version_first} > last, {turn.policy_version_last}"))
     if is_trainable(turn):
         found += _sample_problems(turn)
+    found += _image_problems(turn)
     if min((*turn.prompt_delta[turn.prompt_delta < 0], *turn.token_ids[turn.token_ids < 0]), default=0) < 0:
         found.append(("token_ids", "a token id is negative"))
     return found
+
+
+def _image_problems(turn: Turn) -> list[tuple[str, str]]:
+    """Return which image lies outside of the ids that the turn adds to its parent's, or over the one before it."""
+    end = turn.prompt_length - int(turn.prompt_delta.size)
+    for index, image in enumerate(map(PlacedImage.of_json, turn.images or ())):
+        begin, end = end, image.offset + image.length
+        runs = [(offset, offset + length) for offset, length in image.runs]
+        is_inside = begin <= image.offset <= end <= turn.prompt_length
+        if not is_inside or any(not image.offset <= first < last <= end for first, last in runs):
+            return [(f"images[{index}]", f"lies at {image.offset} to {end}, with features at {runs}")]
+    return []
+
+
+def check_files(conn: Connection, record: search.SessionRecord, report: Verification) -> None:
+    """Check that the file of each image of a session is stored, and has the digest that names it."""
+    session = record.session
+    digests = {digest for turn in record.turns for digest in image_digests(turn.messages)}
+    files = read_media(conn, session.tenant, digests, session_id=session.session_id) if digests else {}
+    for digest in sorted(digests):
+        report.checked["images"] += 1
+        if digest not in files or hashlib.sha256(files[digest].content).hexdigest() != digest:
+            problem = "has another content" if digest in files else "is not stored"
+            report.add("digest", f"session {session.session_id!r} image {digest}", problem)
 
 
 def _was_rolled_back(turn: Turn, served_at: Mapping[int, datetime]) -> bool:

@@ -12,7 +12,7 @@ from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
 from turnwise.types import PolicyVersion
-from turnwise.verify.records import Verification, check_record, check_turns, check_update, check_weights
+from turnwise.verify.records import Verification, check_files, check_record, check_turns, check_update, check_weights
 
 
 class Checker(Protocol):
@@ -56,6 +56,7 @@ def verify(
                 session = record.session
                 is_sound = check_turns(session.session_id, session.num_turns, record.turns, report, served_at)
                 check_record(record, report)
+                check_files(conn, record, report)
                 if is_sound and checker is not None:
                     _check_logprobs(record, checker, report, lambda: draw.random() < share)
                 progress(number, num_sessions)

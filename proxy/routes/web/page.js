@@ -39,9 +39,9 @@ export async function request(path, {expected = JSON_TYPE, ...options} = {}) {
   const response = await fetch(path, {cache: "no-store", ...options, headers}).catch(() => { throw new Unreachable(); });
   if (response.status === 401) byId("login").hidden = false;
   const type = (response.headers.get("content-type") ?? "").split(";")[0];
-  const body = type === JSON_TYPE ? await response.json() : await response.text();
+  const body = type === JSON_TYPE ? await response.json() : expected === "image/*" ? await response.blob() : await response.text();
   if (body?.error) throw new Error(body.error.message);
-  if (type !== expected) throw new Error(`${path} was answered with status ${response.status} and ${type || "no content type"}, not ${expected}`);
+  if (type !== expected && !(expected === "image/*" && type.startsWith("image/"))) throw new Error(`${path} was answered with status ${response.status} and ${type || "no content type"}, not ${expected}`);
   return body;
 }
 
@@ -149,8 +149,19 @@ export const tally = (counts) => facts(Object.entries(counts).map(([name, count]
 
 export function text(content) {
   if (typeof content === "string") return content;
-  const isText = Array.isArray(content) && content.every((part) => part?.type === "text");
-  return isText ? content.map((part) => part.text).join("\n") : content ? JSON.stringify(content, null, 2) : "";
+  const parts = Array.isArray(content) ? content.filter((part) => !IMAGE.test(part?.image_url?.url ?? "")) : null;
+  return parts?.every((part) => part?.type === "text") ? parts.map((part) => part.text).join("\n") : content ? JSON.stringify(content, null, 2) : "";
+}
+
+const IMAGE = /^image:([0-9a-f]{64})$/;
+const imagesOf = (content) => (Array.isArray(content) ? content : []).map((part) => IMAGE.exec(part?.image_url?.url ?? "")?.[1]).filter(Boolean);
+
+// A small picture of a stored image. It needs the viewer's key, so it is read and shown as a data URL.
+export function thumbnail(digest) {
+  const picture = make("img", {className: "thumbnail", alt: `image ${digest.slice(0, 8)}`, title: digest});
+  const shown = (blob) => { const reader = new FileReader(); reader.onload = () => { picture.src = reader.result; }; reader.readAsDataURL(blob); };
+  request(`v1/images/${digest}`, {expected: "image/*"}).then(shown, (error) => { picture.alt = error.message; });
+  return picture;
 }
 
 const LINE = 90, LONG = 1500;
@@ -179,7 +190,7 @@ export function message(said) {
   const unknown = Object.fromEntries(Object.entries(isPlain || calls === undefined || calls === null ? others : {...others, tool_calls: calls}).filter(([, value]) => value !== null && value !== undefined));
   const words = text(content), isFolded = role === "system" || role === "developer" || role === "tool";
   return make("div", {className: `message ${isFolded ? "aside" : role}`},
-    isFolded ? folded(role === "tool" ? "tool result" : role, words) : make("span", {className: "quiet who"}, role),
+    ...imagesOf(content).map(thumbnail), isFolded ? folded(role === "tool" ? "tool result" : role, words) : make("span", {className: "quiet who"}, role),
     reasoning ? folded("reasoning", reasoning) : null, words && !isFolded ? whole(words) : null,
     ...(isPlain ? calls : []).map(toolCall),
     Object.keys(unknown).length ? folded("other fields", JSON.stringify(unknown, null, 2)) : null);

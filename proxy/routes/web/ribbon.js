@@ -1,5 +1,5 @@
 // Every token of a turn's sequence. Only the blocks near the visible part are in the document: 100,000 tokens scroll.
-import {make, makeForm, mean, number, path, request, select} from "./page.js";
+import {make, makeForm, mean, number, path, request, select, thumbnail} from "./page.js";
 
 const TOKENS_IN_BLOCK = 500, LONGEST_BLOCK = 2 * TOKENS_IN_BLOCK, SHADES = 5;
 // Name, title, and the value of a token by its segment and logprob: null where it has none. The last two say what its
@@ -21,7 +21,7 @@ export async function ribbon(turnId) {
   const answer = make("span", {role: "status", className: "quiet"}), compare = make("button", {type: "button"}, "Compare with the served version");
   const detail = make("p", {className: "token-detail", role: "status"}, "Point at a token, or move with the arrow keys."), legend = make("p", {className: "quiet legend"});
   const form = makeForm("filters", () => {}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"), compare, answer);
-  const segmentAt = segmentFinder(found.segments), characters = new Map();
+  const segmentAt = segmentFinder(found.segments), characters = new Map(), imageAt = new Map(found.images.map(({offset, digest}) => [offset, digest]));
   // A character of several tokens is shown at the first of them.
   for (const {start, end, text} of found.characters) for (let at = start; at < end; at += 1) characters.set(at, {text, part: at - start, of: end - start});
   const spelled = (at) => { const shared = characters.get(at), id = found.token_ids[at]; return shared ? shared.part ? "·" : shared.text : found.pieces[id] || `<${id}>`; };
@@ -35,6 +35,7 @@ export async function ribbon(turnId) {
       const names = [segment.kind, segment.is_trainable ? "" : "untrained", special.has(id) ? "special" : "", shade(segment, found.logprobs[at], at), at === chosen ? "chosen" : ""];
       const span = make("span", {className: names.filter(Boolean).join(" ")}, spelled(at));
       span.dataset.at = String(at);
+      if (imageAt.has(at)) spans.push(thumbnail(imageAt.get(at)));
       spans.push(span);
     }
     block.style.height = "";

@@ -248,8 +248,12 @@ async def test_a_call_that_the_engine_must_render_starts_a_chain(fields, reason)
 
 
 async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_reason():
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
-    assert (await planned(Canned(), [USER, said("A"), picture])).reason == "media"
+    forest = TurnForest()
+    parent, sounding = stored(forest, "t1", [USER], "A"), call([USER, said("A"), NEXT])
+    sounding.has_other_media = True
+    place = CallPlace(LiveSession(Session(session_id="s"), forest), conversation_of(sounding))
+    await extend(place, sounding, parent, parent.tokens, Canned(), keep_thinking=False)
+    assert place.reason == "media"
     assert (await planned(None, [USER, said("A"), NEXT])).reason == "template_unknown"
     assert (await planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT])).reason == "thinking_stripped"
 

@@ -85,10 +85,11 @@ def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled: Da
     assert stored_files(filled) == [("default", DIGEST)]  # the fork has it
     retention.delete_all(filled, lambda connection: retention.delete_session(connection, "default", "fork"))
     assert stored_files(filled) == []
-    if filled.engine.dialect.name == "sqlite":
-        files = [file for file in tmp_path.rglob("*") if file.is_file()]
-        assert files
-        assert not any(FILE[:40] in file.read_bytes() for file in files)
+    with filled.read() as connection:
+        is_a_file = connection.dialect.name == "sqlite"
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert bool(files) is is_a_file
+    assert not any(FILE[:40] in file.read_bytes() for file in files)
 
 
 def test_an_archive_takes_images_out_and_brings_them_back(filled: Database, tmp_path: Path) -> None:

@@ -1,0 +1,254 @@
+"""The images of a call: read from its messages or fetched, checked, and named there by the digests of their files.
+
+The engine gets each image as a data URL and fetches nothing, so that no client makes it call an address. The proxy
+fetches only where `fetch_images` allows it, and only from public addresses. Each connection is checked where its socket
+is opened, by the address that it goes to: a name, a number or a redirect may all stand for a private one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import ipaddress
+import re
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+import aiohttp
+
+from proxy.dialects.base import Call
+from proxy.metrics import Metrics
+from proxy.sessions.conversation import TEXT_PARTS
+from proxy.settings import ProxySettings
+from turnwise.errors import InvalidRequest, TooLarge
+from turnwise.store.media import Media
+from turnwise.types import IMAGE_URL, Json
+
+IMAGE_PARTS = ("image_url", "input_image")
+OTHER_MEDIA = (
+    *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"),
+    *("audio_url", "input_audio", "video_url"),
+)
+"""Fields by which vLLM finds the type of a part without one, in its order, after `image_url`."""
+SIGNATURES = {
+    "image/png": re.compile(rb"\x89PNG\r\n\x1a\n"),
+    "image/jpeg": re.compile(rb"\xff\xd8\xff"),
+    "image/gif": re.compile(rb"GIF8[79]a"),
+    "image/webp": re.compile(rb"RIFF.{4}WEBP", re.DOTALL),
+    "image/bmp": re.compile(rb"BM"),
+}
+"""How a file of each type begins. What a client calls it does not count, because the page shows it."""
+DECODED_HERE_BYTES = 2**18
+"""Length of a data URL that is decoded on the event loop, and of a file that is hashed there."""
+MAX_REDIRECTS = 3
+MAX_FETCHES = 8
+"""Images that one process fetches at the same time."""
+REDIRECTS = (301, 302, 303, 307, 308)
+P = ParamSpec("P")
+T = TypeVar("T")
+AddrInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
+_DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+_EMBEDS_IPV4 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+"""Addresses behind which a gateway calls any IPv4 address."""
+
+
+class Images:
+    """Takes the images out of calls."""
+
+    def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+
+    async def take(self, call: Call) -> None:
+        """Read the images of a call, and name them by their digests in its messages.
+
+        Args:
+            call: The call; it has the images of the stored turns that it resumes.
+
+        Raises:
+            InvalidRequest: A URL or a file cannot be served, or there are too many images.
+            TooLarge: An image, or all that were fetched, have too many bytes.
+        """
+        messages, images, num_images, num_fetched = [], dict(call.images), 0, 0
+        for message in call.messages:
+            content = message.get("content")
+            parts = list(content) if isinstance(content, list) else []
+            for place, part in enumerate(parts):
+                if not isinstance(part, dict):
+                    continue
+                kind = _kind(part)
+                if "uuid" in part:  # under it an engine serves the image of another request
+                    self._metrics.dropped_fields.labels("uuid").inc()
+                    parts[place] = {name: value for name, value in part.items() if name != "uuid"}
+                if kind not in IMAGE_PARTS:
+                    call.has_other_media |= kind not in TEXT_PARTS
+                    _check_is_inline(kind, part)
+                else:
+                    num_images += 1
+                    if num_images > self._settings.max_images:
+                        raise InvalidRequest(
+                            f"the conversation has more than {self._settings.max_images} images, which is the limit; "
+                            "send fewer, or raise `max_images`",
+                            param="messages",
+                            code="too_many_images",
+                        )
+                    digest, image, is_fetched = await self._read(_url_of(part), images, num_fetched)
+                    images[digest] = image
+                    num_fetched += len(image.content) if is_fetched else 0
+                    parts[place] = {"type": "image_url", "image_url": {"url": IMAGE_URL + digest}}
+            messages.append({**message, "content": parts} if parts else message)
+        call.messages = call.body["messages"] = messages
+        call.images = images
+
+    async def _read(self, url: str, images: dict[str, Media], num_fetched: int) -> tuple[str, Media, bool]:
+        """Return the digest of an image, the image, and whether it was fetched."""
+        if url.startswith(IMAGE_URL) and (digest := url.removeprefix(IMAGE_URL)) in images:
+            return digest, images[digest], False
+        is_fetched = url[:8].lower().startswith(("http://", "https://"))
+        if is_fetched:
+            if not self._settings.fetch_images:
+                raise _refused(url, "no image is fetched: send a data URL, or set `fetch_images`", "not_fetched")
+            most = min(self._settings.max_image_bytes, self._settings.max_body_bytes - num_fetched)
+            async with self._fetches:
+                content = await fetch(url, most, self._settings.image_fetch_seconds)
+        elif (head := _DATA_URL.match(url)) is not None:
+            content = await _in_thread(len(url), _decoded, url, head.end())
+        else:
+            raise _refused(url, "an image is a base64 data URL, or an http or https URL", "invalid_image_url")
+        if len(content) > self._settings.max_image_bytes:
+            raise _too_large(self._settings.max_image_bytes)
+        media_type = next((kind for kind, begin in SIGNATURES.items() if begin.match(content)), None)
+        if media_type is None:
+            served = ", ".join(kind.removeprefix("image/") for kind in SIGNATURES)
+            raise _refused(url, f"its file is none of {served}", "unknown_image_type")
+        digest = await _in_thread(len(content), _digest, content)
+        return digest, Media(media_type, content), is_fetched
+
+
+def _kind(part: Json) -> Any:
+    """Return the type of a part as vLLM takes it, which also names it by its fields."""
+    kind = part.get("type")
+    if kind is None or "uuid" in part:
+        kind = next((field for field in (IMAGE_PARTS[0], *OTHER_MEDIA) if field in part), kind)
+    return kind
+
+
+def _url_of(part: Json) -> str:
+    named = part.get("image_url")
+    url = named.get("url") if isinstance(named, dict) else named
+    if not isinstance(url, str):
+        raise InvalidRequest(f"an image needs a URL in `image_url`, not {named!r:.80}", param="messages")
+    return url
+
+
+def _check_is_inline(kind: Any, part: Json) -> None:
+    """Check that an engine finds audio or video in the part itself."""
+    if kind not in ("audio_url", "video_url"):
+        return
+    named = part.get(kind)
+    url = named.get("url") if isinstance(named, dict) else named
+    if not str(url)[:5].lower().startswith("data:"):
+        raise _refused(str(url), f"no `{kind}` is fetched; send a data URL", "not_fetched")
+
+
+def _refused(url: str, why: str, code: str) -> InvalidRequest:
+    return InvalidRequest(f"the media at {url!r:.80} cannot be served: {why}", param="messages", code=code)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"an image has more than {limit} bytes, which is the limit; send a smaller one", param="messages")
+
+
+async def _in_thread(num_bytes: int, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call a function of some bytes, in a thread if these are many."""
+    if num_bytes <= DECODED_HERE_BYTES:
+        return function(*arguments, **options)
+    return await asyncio.to_thread(function, *arguments, **options)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _decoded(url: str, start: int) -> bytes:
+    try:
+        return base64.b64decode(url[start:].strip(), validate=True)
+    except ValueError as error:
+        raise _refused(url, f"it is not base64 ({error})", "invalid_image_url") from error
+
+
+async def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
+    """Return the file at an http or https URL.
+
+    Raises:
+        InvalidRequest: It is at a private address, or it was not answered in time, or with an error.
+        TooLarge: It has more than `max_bytes`.
+    """
+    private: list[str] = []
+
+    def public_socket(info: AddrInfo) -> socket.socket:
+        """Open a socket for the address that a connection is about to go to, whatever the URL calls it."""
+        family, kind, protocol, _, address = info
+        found = _address(str(address[0]))
+        if found is None or not is_public(found):
+            private.append(str(address[0]))
+            raise OSError(f"{address[0]} is no public address")
+        return socket.socket(family, kind, protocol)
+
+    connector = aiohttp.TCPConnector(force_close=True, socket_factory=public_socket)
+    jar, timeout = aiohttp.DummyCookieJar(), aiohttp.ClientTimeout(total=seconds)
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar) as session,
+        ):
+            for _ in range(1 + MAX_REDIRECTS):
+                content, moved = await _get(session, url, max_bytes)
+                if moved is None:
+                    return content
+                url = urljoin(url, moved)
+    except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+        if private:
+            raise _refused(url, f"{private[0]} is no public address", "private_address") from error
+        reason = str(error) or type(error).__name__
+        raise _refused(url, f"it cannot be fetched ({reason:.200})", "image_not_fetched") from error
+    raise _refused(url, f"it redirects more than {MAX_REDIRECTS} times", "image_not_fetched")
+
+
+async def _get(session: aiohttp.ClientSession, url: str, max_bytes: int) -> tuple[bytes, str | None]:
+    """Return the file, or what the answer redirects to."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.username is not None:
+        raise _refused(url, "it is fetched by http or https only, without a user name", "invalid_image_url")
+    async with session.get(url, allow_redirects=False, headers={"accept": "image/*"}) as answer:
+        if answer.status in REDIRECTS and "location" in answer.headers:
+            return b"", answer.headers["location"]
+        if answer.status != HTTPStatus.OK:
+            raise _refused(url, f"its server answered {answer.status}", "image_not_fetched")
+        content = b""
+        async for part in answer.content.iter_chunked(2**16):
+            content += part
+            if len(content) > max_bytes:
+                raise _too_large(max_bytes)
+        return content, None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an address is one of the public internet, with the IPv4 address that it may stand for."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if any(address in network for network in _EMBEDS_IPV4) or address.teredo or address.sixtofour:
+            return False
+        address = address.ipv4_mapped or address
+    return address.is_global and not address.is_multicast and not address.is_reserved

@@ -1,0 +1,100 @@
+"""Where images stand in a prompt: put there by the engine's plug-in, and checked in the echo by the proxy."""
+
+from __future__ import annotations
+
+import base64
+import json
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from proxy.calls.capture import is_expanded
+from proxy.dialects.base import Captured
+from proxy.engines.vllm_forms import take_places
+from turnwise.engine_plugin.images import GivenIds, pixels_digest, placed, places_text
+
+FIRST, SECOND = [7, 9, 9, 8], [7, 9, 8]
+"""What the processor puts for two images; 9 stands for features, and is what a template has for an image."""
+
+
+def update(full: list[int]) -> Any:
+    content = types.SimpleNamespace(full=full, is_embed=lambda ids: torch.tensor(ids) == 9)
+    return types.SimpleNamespace(content=content, target=[9])
+
+
+def given(ids: list[int], *ranges: list[int], first: int) -> GivenIds:
+    found = GivenIds(ids)
+    found.ranges, found.first = ranges, first
+    return found
+
+
+def test_a_stored_image_stays_a_new_one_is_expanded_and_a_sampled_placeholder_is_text() -> None:
+    stored = [1, *FIRST, 2, 9, 3]  # the 9 between 2 and 3 was sampled
+    ids, found = placed(given([*stored, 4, 9, 5], [1, 4], first=len(stored)), [update(FIRST), update(SECOND)])
+    assert ids == [*stored, 4, *SECOND, 5]
+    assert [(each["start_idx"], each["tokens"], each["is_embed"].tolist()) for each in found] == [
+        (1, FIRST, [False, True, True, False]),
+        (9, SECOND, [False, True, False]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "updates"),
+    [
+        ([1, *SECOND, 8, 2, 4, 9, 5], [FIRST, SECOND]),  # another stored image
+        ([1, *FIRST, 2, 4, 5], [FIRST, SECOND]),  # no placeholder for the new one
+        ([1, *FIRST, 2, 9, 4, 9, 5], [FIRST, SECOND]),  # one that a person typed
+        ([1, *FIRST, 2, 9, 5], [FIRST]),  # an image less than placeholders
+    ],
+)
+def test_other_placeholders_than_the_processors_are_refused(ids: list[int], updates: list[list[int]]) -> None:
+    with pytest.raises(Exception, match="media_rerendered: "):
+        placed(given(ids, [1, 4], first=6), list(map(update, updates)))
+
+
+@pytest.mark.parametrize(
+    ("sent", "found", "places", "expected"),
+    [
+        ([1, 9, 2], [1, 7, 9, 9, 8, 2], [(1, 4)], True),
+        ([1, 9, 2, 9], [1, *FIRST, 2, *SECOND], [(1, 4), (6, 3)], True),
+        ([9, 2], [1, *FIRST, 2], [(1, 4)], False),  # an id before it
+        ([1, 9, 2], [1, *FIRST, 3], [(1, 4)], False),  # another id after it
+        ([1, 9, 2, 9], [1, *FIRST, 2, *SECOND], [(1, 4), (5, 3)], False),
+        ([1, 9, 2, 3], [1, *FIRST, 2, *SECOND], [(1, 4), (6, 3)], False),
+        ([1, 9, 9, 2], [1, *FIRST, *SECOND, 2], [(5, 3), (1, 4)], False),  # out of order
+    ],
+)
+def test_an_echo_is_what_was_sent_but_for_placeholders(
+    sent: list[int], found: list[int], places: list[tuple[int, int]], expected: bool
+) -> None:
+    assert is_expanded(np.array(sent, np.int32), np.array(found, np.int32), places) is expected
+
+
+def test_places_are_read_from_a_reply_and_taken_out_of_it() -> None:
+    """vLLM returns no pixels of an image that its cache has sent before, so their digest is kept."""
+    pixels = types.SimpleNamespace(data=torch.ones(2, 2))
+    place = types.SimpleNamespace(offset=5, length=4, is_embed=torch.tensor([False, True, False, True]))
+    whole = types.SimpleNamespace(offset=9, length=2, is_embed=None)
+    kept: dict[str, str] = {}
+
+    def prompt(*items: Any) -> dict[str, Any]:
+        held = {"mm_hashes": ["a", "b"], "mm_kwargs": items, "mm_placeholders": [place, whole]}
+        return {name: {"image": value} for name, value in held.items()}
+
+    first = places_text(prompt({"pixel_values": pixels}, None), "settings", kept)
+    again = places_text(prompt(None, None), "settings", kept)
+    assert again == first
+    digest = pixels_digest(torch.ones(2, 2))
+    assert digest.startswith("float32:")
+    assert digest != pixels_digest(torch.ones(2, 2).double())
+    captured = Captured()
+    text = json.dumps({"a": '"turnwise_prompt":"x"', "turnwise_prompt": first, "b": 1}).encode()
+    assert take_places([text], captured) == [json.dumps({"a": '"turnwise_prompt":"x"', "b": 1}).encode()]
+    assert captured.places == [
+        {"offset": 5, "length": 4, "runs": [[6, 1], [8, 1]], "processor": "settings", "pixels": digest},
+        {"offset": 9, "length": 2, "runs": [[9, 2]], "processor": "settings", "pixels": ""},
+    ]
+    assert base64.b64decode(first)
