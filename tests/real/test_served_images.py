@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 from collections import Counter
@@ -51,7 +52,7 @@ def ask(proxy: RunningProxy, messages: list[dict[str, Any]], **fields: Any) -> h
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_second_turn_with_another_image_extends_the_first_ones_tokens_and_image(
-    seeing: RunningProxy, stream: bool
+    seeing: RunningProxy, seeing_engine: RunningEngine, stream: bool
 ) -> None:
     first, second = picture(1, (100, 80)), picture(2, (40, 90))
     messages = [{"role": "user", "content": [shown(first), {"type": "text", "text": "What is it?"}]}]
@@ -70,7 +71,7 @@ def test_a_second_turn_with_another_image_extends_the_first_ones_tokens_and_imag
         [hashlib.sha256(second).hexdigest()],
         [],
     ]
-    image_id = 5
+    image_id = json.loads((seeing_engine.model_dir / "config.json").read_text())["image_token_id"]
     for images in placed[:2]:
         (image,) = images
         ids = views[-1].prompt_token_ids

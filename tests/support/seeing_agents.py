@@ -33,6 +33,8 @@ class SeeingAgent:
     said: list[Json] = dataclasses.field(default_factory=list)
     points: list[int] = dataclasses.field(default_factory=list)
     """Lengths of `said` before each question, from which a branch may start."""
+    last: tuple[list[Json], str] = dataclasses.field(default_factory=lambda: ([], ""))
+    """What was said up to a reply of the Responses API, and its id, which the next call may name instead."""
 
     def play(self, num_turns: int, http: httpx2.Client) -> None:
         for turn in range(num_turns):
@@ -45,7 +47,7 @@ class SeeingAgent:
             self.said += reply
 
     def add(self, turn: int) -> None:
-        count = self.rng.choice((1, 2)) if turn == 0 else self.rng.choice((0, 1, 1, 2))
+        count = self.rng.choice((0, 1, 1, 2))
         sizes = [(self.rng.choice(SIZES), self.rng.choice(SIZES)) for _ in range(count)]
         images = [picture(self.rng.randrange(10**6), size) for size in sizes]
         is_tool = turn > 0 and self.rng.random() < 0.3
@@ -59,7 +61,11 @@ class SeeingAgent:
                 return self._ask_chat(f"{base}/v1/chat/completions", http, seed)
             case "responses":
                 body = {"model": "small", "input": self.said, "max_output_tokens": 16, "seed": seed}
+                answered, last_id = self.last
+                if last_id and answered == self.said[: len(answered)] and self.rng.random() < 0.5:
+                    body |= {"input": self.said[len(answered) :], "previous_response_id": last_id}
                 reply = http.post(f"{base}/v1/responses", json=body).raise_for_status().json()
+                self.last = [*self.said, *reply["output"]], reply["id"]
                 return list(reply["output"])
             case "messages":
                 body = {"model": "small", "messages": self.said, "max_tokens": 16, "seed": seed}

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from turnwise.types import Json, image_digests
+from turnwise.types import IMAGE_URL, Json, image_digests
+
+_IMAGE = re.compile(rf'"image_url": \{{"url": "{IMAGE_URL}([0-9a-f]{{64}})"\}}')
+"""An image in the JSON of messages; a text cannot contain it with these quotes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,24 +43,16 @@ def with_images(session: Json, data_url: Callable[[str], str]) -> Json:
     """Return a session whose messages show its images by data URLs, which `data_url` returns by their digests."""
     urls = functools.cache(data_url)
 
-    def shown(part: Json) -> Json:
-        return {**part, "image_url": {"url": urls(digest)}} if (digest := _digest_of(part)) else part
+    def shown(found: re.Match[str]) -> str:
+        return f'"image_url": {{"url": "{urls(found[1])}"}}'
 
     def turn_shown(turn: Json) -> Json:
-        if not image_digests(turn["messages"]):
-            return turn
-        contents = ((message, message.get("content")) for message in turn["messages"])
-        messages = [
-            {**message, "content": list(map(shown, content))} if isinstance(content, list) else message
-            for message, content in contents
-        ]
+        messages = turn["messages"]
+        if image_digests(messages):
+            messages = json.loads(_IMAGE.sub(shown, json.dumps(messages)))
         return {**turn, "messages": messages}
 
     return {**session, "turns": list(map(turn_shown, session["turns"]))}
-
-
-def _digest_of(part: Any) -> str | None:
-    return next(iter(image_digests([{"content": [part]}])), None)
 
 
 def conversations(session: Json) -> Iterator[AgentConversation]:

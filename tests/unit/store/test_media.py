@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -13,15 +14,18 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise import chains
+from turnwise.commands.export import _sessions
+from turnwise.exchange import training_formats
 from turnwise.exchange.archive import archive, restore
 from turnwise.store import experiences, forks, media, retention, rows, schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Json, PlacedImage, Session, Turn, utc_now
+from turnwise.verify.store import verify
 
 FILE = b"\x89PNG the colour of a marker " * 40
 DIGEST = hashlib.sha256(FILE).hexdigest()
-PLACED: Json = {"digest": DIGEST, "offset": 1, "length": 2, "runs": [[1, 2]], "processor": "p", "pixels": "x"}
+PLACED: Json = {"digest": DIGEST, "offset": 0, "length": 2, "runs": [[0, 2]], "processor": "p", "pixels": "x"}
 
 
 def shown(digest: str = DIGEST) -> Json:
@@ -116,24 +120,24 @@ def test_a_claimed_experience_has_its_images_with_their_files(filled: Database) 
         (claimed,) = experiences.experiences_of_sessions(connection, [pk.scalar_one()])
         (listed,) = experiences.experiences(connection, SessionFilter(session_id="a"), experiences.PER_CHAIN)
     assert [(image.offset, image.runs, image.content) for image in claimed.images] == [
-        (1, ((1, 2),), FILE),
+        (0, ((0, 2),), FILE),
         (placed["offset"], ((placed["offset"], 1),), FILE),
     ]
     assert [image.content for image in listed.images] == [b"", b""]
-    assert chains.experience_json(listed)["images"][0] == {**PLACED, "runs": ((1, 2),)}
+    assert chains.experience_json(listed)["images"][0] == {**PLACED, "runs": ((0, 2),)}
 
 
 def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equal_keys() -> None:
-    tokens = np.array([7, 9, 9, 9, 8], np.int32)
+    tokens = np.array([9, 9, 9, 8], np.int32)
     image = PlacedImage.of_json(PLACED)
     other = PlacedImage.of_json({**PLACED, "digest": "1" * 64})
     assert chains.token_keys(tokens, ()) is tokens
     keys = chains.token_keys(tokens, [image])
-    assert keys[[0, 3, 4]].tolist() == [7, 9, 8]  # an id outside of the placeholder is text
-    assert (keys[1:3] < 0).all()
-    assert keys[1] != keys[2]
+    assert keys[2:].tolist() == [9, 8]  # an id outside of the placeholder is text
+    assert (keys[:2] < 0).all()
+    assert keys[0] != keys[1]
     assert chains.token_keys(tokens, [image]).tolist() == keys.tolist()
-    assert not np.isin(chains.token_keys(tokens, [other])[1:3], keys).any()
+    assert not np.isin(chains.token_keys(tokens, [other])[:2], keys).any()
 
 
 def test_a_changed_place_of_an_image_changes_the_turns_digest(filled: Database) -> None:
@@ -143,3 +147,27 @@ def test_a_changed_place_of_an_image_changes_the_turns_digest(filled: Database) 
     assert rows.turn_row(view.turn, 0)["digest"] == view.turn.digest
     view.turn.images = moved
     assert rows.turn_row(view.turn, 0)["digest"] != view.turn.digest
+
+
+def test_an_exported_conversation_shows_its_images_and_formats_of_text_leave_it_out(filled: Database) -> None:
+    with filled.read() as connection:
+        (document,) = _sessions(connection, SessionFilter(session_id="a"))
+    (line,) = training_formats.openai_lines(document)
+    url = f"data:image/png;base64,{base64.b64encode(FILE).decode()}"
+    assert line["messages"][0]["content"] == [{"type": "image_url", "image_url": {"url": url}}]
+    assert list(training_formats.trl_lines(document)) == []
+
+
+def test_verify_finds_an_image_that_was_changed_or_lies_outside_of_its_turn(filled: Database) -> None:
+    reports = []
+    changed = sa.update(schema.media).where(schema.media.c.tenant == "default").values(content=b"other")
+    moved = rows.TURNS.values({"images": [{**PLACED, "offset": 1}]})
+    for change in (None, changed, sa.update(schema.turns).where(schema.turns.c.turn_id == "b-t1").values(moved)):
+        with filled.write() as connection:
+            if change is not None:
+                connection.execute(change)
+        reports.append(verify(filled, SessionFilter(session_id="b"), checker=None, share=1, seed=0, progress=print))
+    assert [report.checked["images"] for report in reports] == [1, 1, 1]
+    found = [[(each.check, each.problem) for each in report.mismatches] for report in reports]
+    assert found[:2] == [[], [("digest", "has another content")]]
+    assert ("structure", "lies at 1 to 3, with features at [(0, 2)]") in found[2]
