@@ -37,10 +37,12 @@ def register() -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.multimodal.processing import processor
+    from vllm.platforms import current_platform
     from vllm.renderers import hf, params
     from vllm.v1.engine import logprobs
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from turnwise.engine_plugin import cpu_kernels, images
     from turnwise.engine_plugin.supports import return_supports
@@ -48,10 +50,44 @@ def register() -> None:
     cpu_kernels.pack_tied_heads(layerwise)
     cpu_kernels.pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
     cpu_kernels.leave_out_tokens_without_adapter(lora_ops, punica_cpu)
+    if current_platform.is_cpu():
+        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+        cpu_kernels.split_prompts(MambaMixer2)
+        cpu_kernels.rotate_rows(RotaryEmbedding)
+    load_beside_adapters(LoRAModelRunnerMixin)
     return_supports(logprobs)
     images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
     tell_why_it_died(EngineCoreProc, EngineDeadError)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
+
+
+def load_beside_adapters(runner: type[Any]) -> None:
+    """Let an engine that accepts adapters load whole weights of every model.
+
+    An adapted layer holds its weights one level deeper. The loaders of some models, such as Granite 4's and GPT-OSS's,
+    look tensors up by the names that files have, and would end at the first one. Names of experts stay as they are,
+    because loaders that adapt experts expect the deeper ones.
+
+    Args:
+        runner: `LoRAModelRunnerMixin`.
+    """
+    load = runner.load_lora_model
+
+    def plain(named: Any, *arguments: Any, **options: Any) -> Any:
+        for name, parameter in named(*arguments, **options):
+            yield name if ".experts." in name else name.replace(".base_layer.", "."), parameter
+
+    @functools.wraps(load)
+    def load_and_rename(self: Any, *arguments: Any, **options: Any) -> Any:
+        model = load(self, *arguments, **options)
+        for module in model.modules():
+            if "load_weights" in vars(type(module)):
+                module.named_parameters = functools.partial(plain, module.named_parameters)
+        return model
+
+    runner.load_lora_model = load_and_rename
 
 
 def tell_why_it_died(core: type[Any], dead: type[Exception]) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's CPU kernels get wrong: loads of tied heads and of experts, and calls without an adapter beside others.
+"""What vLLM's CPU kernels get wrong: loads of tied heads and experts, calls beside adapters, Mamba 2 and LFM2.
 
 The kernels compute from a packed copy of a layer's weights, which is made when the layer loads them. Two kinds of
 layers miss that in a later load, so the engine would sample with other weights than it was given:
@@ -12,10 +12,17 @@ The kernels select the adapter of each token by the index of its slot, and mark 
 As an index, that is the last slot: such a token would get the adapter there, as soon as another token of the batch has
 any. What such a token gets from the first factor of an adapter is set to zero here, so its second factor adds nothing.
 The kernels for a GPU skip these tokens themselves.
+
+The kernel of Mamba 2 returns the state after a prompt alone. vLLM asks it for the state at a block's end too, where a
+prompt is longer than a block, and would end. So prompts are split there, as those of other recurrent layers.
+
+The kernel of rotary embeddings counts heads by a row's length. It turns queries that come as a row a head, as LFM2's,
+by the positions of other tokens. Here they come as a row a token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -28,6 +35,8 @@ SHRINK = "bgmv_shrink"
 """vLLM's function that multiplies each token's activations with the first factor of its adapter."""
 SET_UP = "_setup_kernel"
 """vLLM's method that prepares experts which have loaded their weights."""
+CHECKPOINTS = "num_prefill_checkpoint_blocks"
+"""How many states of a layer are kept within the pass over a prompt."""
 
 
 def pack_tied_heads(layerwise: ModuleType) -> None:
@@ -91,3 +100,41 @@ def leave_out_tokens_without_adapter(kernels: ModuleType, wrapper: ModuleType) -
 
     for module in (kernels, wrapper):
         setattr(module, SHRINK, shrink_and_leave_out)
+
+
+def split_prompts(mixer: type[Any]) -> None:
+    """Let vLLM split a prompt where a state is kept.
+
+    Args:
+        mixer: `MambaMixer2`.
+    """
+    specify: Callable[..., Any] = mixer.get_kv_cache_spec
+
+    @functools.wraps(specify)
+    def specify_without_checkpoint(self: Any, config: Any) -> Any:
+        found = specify(self, config)
+        if not getattr(found, CHECKPOINTS, 0):
+            return found
+        return dataclasses.replace(found, **{CHECKPOINTS: 0, "prefill_checkpoint_alignment": None})
+
+    mixer.get_kv_cache_spec = specify_without_checkpoint
+
+
+def rotate_rows(rotary: type[Any]) -> None:
+    """Let rotary embeddings turn a row a token.
+
+    Args:
+        rotary: `RotaryEmbedding`.
+    """
+    rotate: Callable[..., Any] = rotary.forward_cpu
+
+    @functools.wraps(rotate)
+    def rotate_flat(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        if query.dim() < positions.dim() + 2:
+            turned: tuple[Any, Any] = rotate(self, positions, query, key)
+            return turned
+        flat = [None if each is None else each.flatten(-2) for each in (query, key)]
+        first, second = rotate(self, positions, *flat)
+        return first.view(query.shape), None if key is None else second.view(key.shape)
+
+    rotary.forward_cpu = rotate_flat
