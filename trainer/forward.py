@@ -99,7 +99,8 @@ class ForwardChecker:
 
 def load_version(version: PolicyVersion) -> Any:
     base = _base_of(version)
-    model = model_class(read_config(base)).from_pretrained(base, dtype=torch.float32).eval()
+    config = read_config(base)
+    model = model_class(config).from_pretrained(base, config=config, dtype=torch.float32).eval()
     if _is_adapter(version):
         from peft import PeftModel
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 48
 SIZES: dict[str, Any] = {
@@ -48,6 +50,20 @@ def make_model(directory: Path, family: str = "Qwen3", *, seed: int = 0, **chang
     config = config_of(family, **changes)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
     return directory
+
+
+def quantise(directory: Path) -> None:
+    """Store a model's projections as FP8, with one scale each, as checkpoints in blocks of 128 have them."""
+    file, config = directory / "model.safetensors", directory / "config.json"
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in load_file(file).items():
+        stored[name] = value
+        if name.endswith("_proj.weight"):
+            stored[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 16)
+            stored[name] = (value * 16).to(torch.float8_e4m3fn)
+    save_file(stored, file, metadata={"format": "pt"})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": fp8}))
 
 
 def load_model(directory: Path) -> transformers.PreTrainedModel:

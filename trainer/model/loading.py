@@ -51,10 +51,13 @@ LIBRARY_ERRORS = (
     UnpicklingError,
     OSError,
     EOFError,
+    ImportError,
     KeyError,
     RuntimeError,
     ValueError,
 )
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
+"""How weights may be quantised under an adapter: transformers computes with what they stand for."""
 WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
 MAX_REASON = 500
 STATE_BYTES = 16
@@ -83,7 +86,16 @@ def read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     with bad_checkpoint(f"cannot load the model {model!r}", WHOLE_MODEL):
-        return AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+    if quantised_by(config) in DEQUANTISED:
+        config.quantization_config["dequantize"] = True
+    return config
+
+
+def quantised_by(config: Any) -> str | None:
+    """Return how a model's weights are quantised; None if they are not."""
+    stated = getattr(config, "quantization_config", None)
+    return None if stated is None else str(stated.get("quant_method", "unknown"))
 
 
 def model_class(config: Any) -> Any:
@@ -102,17 +114,19 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
     """Refuse a model whose versions an engine could not load.
 
     Raises:
-        SettingsError: All weights are to be trained, and they are quantised or would be written as another model.
+        SettingsError: The weights are quantised in a form that is not trained, or all of them are to be trained and
+            would be written as another model.
     """
+    method = quantised_by(config)
+    if method is not None and (spec.kind is not PolicyKind.LORA or method not in DEQUANTISED):
+        advice = "set kind='lora', or " if method in DEQUANTISED else ""
+        raise SettingsError(
+            f"the weights of {spec.model!r} are quantised ({method}): an adapter is trained on weights in "
+            f"{', '.join(DEQUANTISED)}, and whole weights only where they are not quantised; {advice}train and serve "
+            "the model that is not quantised"
+        )
     if spec.kind is PolicyKind.LORA:
         return
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise SettingsError(
-            f"the weights of {spec.model!r} are quantised ({method}), and kind='full' trains and writes whole ones: "
-            "set kind='lora', or train and serve the model that is not quantised"
-        )
     known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  as above
     named = list(getattr(config, "architectures", None) or [])
     if known is not None and named and known.__name__ not in named:
@@ -147,7 +161,7 @@ def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
     check_trainable(config, spec)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
         model = model_class(config).from_pretrained(
-            spec.model, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
+            spec.model, config=config, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
         )
     return _prepared(model, spec)
 

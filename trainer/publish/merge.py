@@ -36,7 +36,8 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         raise SettingsError(f"{str(destination)!r} is not empty: name a new directory")
     base = model or str(manifest["base_model"])
     with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
-        whole = model_class(read_config(base)).from_pretrained(base, dtype="auto")
+        config = read_config(base)
+        whole = model_class(config).from_pretrained(base, config=config, dtype="auto")
     head, targets = whole.get_output_embeddings(), read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
     if head.weight is whole.get_input_embeddings().weight and HEAD in targets:
         # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.tiny_models import EXPERTS, SIZES, config_of, make_model
+from support.tiny_models import EXPERTS, SIZES, config_of, make_model, quantise
 
 from trainer.model.adapters import reach_of
-from trainer.model.loading import load_model
+from trainer.model.loading import described, load_model
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
@@ -160,7 +160,7 @@ def test_a_model_that_would_be_written_under_other_names_is_refused_before_it_is
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, r"are quantised \(fp8\), and kind='full' trains"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"are quantised \(fp8\): .*set kind='lora'"),
         ({"architectures": ["Qwen3ForImages"]}, "is a Qwen3ForImages, and transformers .* as a Qwen3ForCausalLM"),
     ],
 )
@@ -173,3 +173,32 @@ def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SettingsError, match=words):
         load_model(TrainerSettings(model=str(tmp_path)), "eager")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+def test_an_adapter_of_weights_that_the_trainer_cannot_compute_with_is_refused_at_the_start(
+    tmp_path: Path, method: str
+) -> None:
+    make_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(SettingsError, match=rf"quantised \({method}\): .*; train and serve the model that is not"):
+        described(TrainerSettings(model=str(tmp_path), kind="lora"))
+
+
+def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    file, tokens = tmp_path / "model.safetensors", list(range(20))
+    whole = load_file(file)
+    stands_for = {
+        name: (value * 16).to(torch.float8_e4m3fn).to(torch.float32) / 16 if "_proj" in name else value
+        for name, value in whole.items()
+    }
+    save_file(stands_for, file, metadata={"format": "pt"})
+    spec = TrainerSettings(model=str(tmp_path), kind="lora", device="cpu")
+    expected, found = Policy(spec), Policy(spec)
+    expected.load(0)
+    logprobs = expected.next_logprobs(tokens)
+    quantise(tmp_path)
+    found.load(0)
+    assert torch.equal(found.next_logprobs(tokens), logprobs)
