@@ -7,7 +7,9 @@ weights of the chosen experts are the trainer's own, and gradients reach the rou
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,29 +21,43 @@ from trainer.batch.batch import Batch
 from turnwise.chains import Experience
 from turnwise.errors import BatchRefused
 
-ROUTERS = ("Qwen3MoeTopKRouter",)
-"""Classes of transformers whose forward pass returns logits, weights and numbers of the chosen experts."""
+log = logging.getLogger(__name__)
+
+Scores = Callable[[Tensor], Tensor]
+SCORES: tuple[Scores, ...] = (
+    functools.partial(torch.softmax, dim=-1, dtype=torch.float),
+    lambda logits: logits.float().sigmoid(),
+)
+"""How routers make weights of experts from their logits. Which one is a router's, and whether any, is measured."""
+NUM_PROBED = 8
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class RouterReplay:
     """The routers of a model, which follow the routing of the present row."""
 
-    def __init__(self, routers: dict[int, nn.Module]) -> None:
+    def __init__(self, routers: dict[int, tuple[nn.Module, Scores]]) -> None:
         self._routing: Tensor | None = None
         """Experts of each token of the row by layer, -1 where they are not known. [N, layers, k]"""
-        self._routers = routers
-        for layer, router in routers.items():
-            router.forward = functools.partial(self._route, router, layer, router.forward)
+        self._routers = {layer: router for layer, (router, _) in routers.items()}
+        for layer, (router, scores) in routers.items():
+            router.forward = functools.partial(self._route, router, scores, layer, router.forward)
 
     @classmethod
     def of(cls, model: nn.Module, *, is_wanted: bool) -> RouterReplay | None:
-        """Return the replay for a model; None for one without a router that is known."""
-        found: dict[int, nn.Module] = {}
+        """Return the replay for a model; None for one without a router whose weights can be computed."""
+        found: dict[int, tuple[nn.Module, Scores]] = {}
+        unknown: set[str] = set()
         for name, module in model.named_modules():
             layer = re.search(r"\blayers\.(\d+)\.", name)
-            if is_wanted and type(module).__name__ in ROUTERS and layer is not None:
-                found[int(layer[1])] = module
+            if not is_wanted or layer is None or not type(module).__name__.endswith("Router"):
+                continue
+            if (scores := _scores_of(module)) is None:
+                unknown.add(type(module).__name__)
+            else:
+                found[int(layer[1])] = module, scores
+        if unknown:
+            log.warning("the engine's choice of experts is not followed by %s", ", ".join(sorted(unknown)))
         return cls(found) if found else None
 
     def check(self, batch: Batch, members: Iterable[int]) -> None:
@@ -73,13 +89,40 @@ class RouterReplay:
     def use(self, routing: Tensor | None) -> None:
         self._routing = routing
 
-    def _route(self, router: Any, layer: int, route: Route, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(
+        self, router: Any, scores: Scores, layer: int, route: Route, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, experts = route(hidden)
         if self._routing is None:
             return logits, weights, experts
         forced = self._routing[:, layer]
         experts = torch.where((forced >= 0).all(-1, keepdim=True), forced, experts)
-        chosen = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)
-        if router.norm_topk_prob:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        return logits, chosen.to(logits.dtype), experts
+        return logits, _weights(router, scores(logits), experts).to(weights.dtype), experts
+
+
+def _weights(router: Any, scores: Tensor, experts: Tensor) -> Tensor:
+    chosen = scores.gather(-1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    scale = getattr(router, "routed_scaling_factor", None)
+    return chosen if scale is None else chosen * scale
+
+
+def _scores_of(router: Any) -> Scores | None:
+    """Return how a router makes weights of its logits, found by a forward pass; None if in another way.
+
+    The pass has random weights, because a model's own may not be loaded yet.
+    """
+    random, probe = torch.Generator().manual_seed(0), copy.copy(router)
+    own, held = router.named_parameters(recurse=False), router.named_buffers(recurse=False)
+    parameters = {name: nn.Parameter(torch.randn(each.shape, generator=random)) for name, each in own}
+    buffers = {name: torch.zeros(each.shape) for name, each in held}
+    # A parameter that the router does without stays as it is.
+    without = {name: each for name, each in vars(router)["_parameters"].items() if each is None}
+    probe.__dict__ = {**router.__dict__, "_parameters": parameters | without, "_buffers": buffers}
+    hidden = torch.randn((NUM_PROBED, router.weight.shape[-1]), generator=random)
+    try:
+        logits, weights, experts = type(router).forward(probe, hidden)
+        return next((each for each in SCORES if _weights(router, each(logits), experts).allclose(weights)), None)
+    except (RuntimeError, TypeError, ValueError):
+        return None

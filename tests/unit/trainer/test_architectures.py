@@ -15,6 +15,7 @@ from support.tiny_models import EXPERTS, SIZES, config_of, make_model, quantise
 from trainer.model.adapters import reach_of
 from trainer.model.loading import described, load_model
 from trainer.model.model import Policy
+from trainer.model.router_replay import RouterReplay
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind
@@ -202,3 +203,42 @@ def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path: P
     quantise(tmp_path)
     found.load(0)
     assert torch.equal(found.next_logprobs(tokens), logprobs)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Qwen3Moe", EXPERTS),
+        ("Qwen3Next", {**EXPERTS, **DELTA, "layer_types": ["full_attention"] * 2}),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("Glm4Moe", {**ROUTED, **GROUPED, "routed_scaling_factor": 1.5}),
+        ("DeepseekV3", {**ROUTED, **GROUPED, **MLA, "v_head_dim": 8, "routed_scaling_factor": 1.5}),
+    ],
+)
+def test_the_trainer_follows_the_experts_of_each_kind_of_router(family: str, changes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
+    tokens, own = torch.arange(10)[None], dict[int, torch.Tensor]()
+    replay = RouterReplay.of(model, is_wanted=True)
+    assert replay is not None
+    for layer, router in replay._routers.items():
+        router.register_forward_hook(lambda _, __, found, layer=layer: own.update({layer: found[2]}))
+    with torch.no_grad():
+        alone = model(tokens).logits
+        routing = torch.full((10, 2, 2), -1)
+        for layer, experts in own.items():
+            routing[:, layer] = experts
+        replay.use(routing)
+        followed = model(tokens).logits
+        replay.use(torch.where(routing < 0, routing, (routing + 1) % 4))
+        assert (model(tokens).logits - alone).abs().max() > 1e-4
+    assert torch.allclose(followed, alone, atol=1e-6)
+
+
+def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = transformers.Llama4TextConfig(**SIZES, num_local_experts=4, intermediate_size_mlp=16)
+    with torch.device("meta"):
+        model = transformers.Llama4ForCausalLM(config)
+    assert RouterReplay.of(model, is_wanted=True) is None
+    assert "is not followed by Llama4Router" in caplog.text
