@@ -172,13 +172,18 @@ async def find_template(engine: Engine, tokenizer: str | None, *, is_checked: bo
         is_checked: Whether to compare the renderings. Without that, the template of a directory is taken as it is.
     """
     path = tokenizer or engine.model_path
+    loop = asyncio.get_running_loop()
+
+    def ask(request: Json) -> list[int]:
+        return asyncio.run_coroutine_threadsafe(engine.tokenise({"model": engine.model, **request}), loop).result()
+
     formats: tuple[Literal["string", "openai"], ...] = ("string", "openai") if is_checked else ("string",)
     difference = None
     for content_format in formats:
         try:
             if not is_checked and tokenizer is None and not await asyncio.to_thread(Path(path).is_dir):
                 raise FileNotFoundError(f"{path!r} is no directory on this machine")  # an id may need the network
-            template = await asyncio.to_thread(load_chat_template, path, content_format)
+            template = await asyncio.to_thread(load_chat_template, path, content_format, ask if is_checked else None)
         except (OSError, ValueError) as error:
             log.warning(
                 "the engine at %s has no known chat template (%s): no turn continues another, each turn with a history "
@@ -208,7 +213,8 @@ async def _difference(engine: Engine, template: ChatTemplate) -> str | None:
         except EngineRefused:
             remote = None
         try:
-            local = template.tokenise(template.render(messages, tools, {}, generate=True))
+            text = await asyncio.to_thread(template.render, messages, tools, {}, generate=True)
+            local = template.tokenise(text)
         except Unsafe:
             local = None
         if local != remote:

@@ -377,7 +377,7 @@ async def extend(
     is_outlined = bool(kinds) and continued.replied >= len(kinds) and template.renders_in_short(continued)
     num_rendered = conversation.num_bytes - (conversation.num_old_bytes if is_outlined else 0)
     try:
-        if num_rendered > RENDERED_HERE:
+        if num_rendered > RENDERED_HERE or not template.is_local:
             place.between, place.prompt = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
         else:
             place.between, place.prompt = render()

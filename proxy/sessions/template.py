@@ -38,6 +38,7 @@ from jinja2 import nodes, sandbox
 from proxy.sessions.conversation import NO_FIELDS, canonical_content, tool_call_ids
 from proxy.sessions.template_probes import FIELD_PROBES, OTHER_VALUE, PROBE_VALUES, long_conversations, with_other_text
 from turnwise import tokenizer as tokenizers
+from turnwise.errors import EngineError
 from turnwise.files import write_whole
 from turnwise.json_text import dumps
 from turnwise.tokenizer import ContentFormat, KeptTokenizer, load_tokenizer, shape_conversation
@@ -88,6 +89,9 @@ class Continued(NamedTuple):
 
 class ChatTemplate:
     """Renders conversations as the engine does."""
+
+    is_local = True
+    """Whether nothing outside of this process is asked."""
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int], content_format: ContentFormat) -> None:
         self._tokenizer = tokenizer
@@ -301,6 +305,24 @@ class ChatTemplate:
         return "", rest[max(found) :]
 
 
+class EngineTemplate(ChatTemplate):
+    """The template of a model that has it as code in the engine: the engine renders, and its ids are read as text."""
+
+    is_local = False
+
+    def __init__(self, tokenizer: Any, end_tokens: Sequence[int], ask: Callable[[Json], list[int]]) -> None:
+        super().__init__(tokenizer, end_tokens, "openai")
+        self._ask = ask
+        """Returns the ids of a chat request's prompt; it waits for them, so it is called in threads."""
+
+    def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
+        request: Json = {"messages": messages, "add_generation_prompt": generate, "chat_template_kwargs": arguments}
+        try:
+            return self.text_of(self._ask(request | ({"tools": tools} if tools else {})))
+        except EngineError as error:
+            raise Unsafe("template_unsafe") from error
+
+
 def _with_marker(continued: Continued) -> Continued:
     """Return the conversation with the marker as the last part that a template prints of the reply."""
     messages, replied = continued.messages, continued.replied
@@ -478,14 +500,21 @@ def _longest_block(kinds: Sequence[Hashable], start: int, end: int) -> tuple[int
     return end, end
 
 
-def load_chat_template(path: str, content_format: ContentFormat) -> ChatTemplate:
+def load_chat_template(
+    path: str, content_format: ContentFormat, ask: Callable[[Json], list[int]] | None = None
+) -> ChatTemplate:
     """Load a tokenizer and its template from a directory, or by its id from the local Hugging Face cache.
+
+    `ask` lets the engine render for a tokenizer without a template.
 
     Raises:
         OSError, ValueError: there is no such tokenizer, as transformers raises it.
     """
     tokenizer, end_tokens = load_tokenizer(path)
-    template = ChatTemplate(tokenizer, end_tokens, content_format)
+    if ask is not None and tokenizer.chat_template is None:
+        template: ChatTemplate = EngineTemplate(tokenizer, end_tokens, ask)
+    else:
+        template = ChatTemplate(tokenizer, end_tokens, content_format)
     template.fields_read = fields_read(template)
     if not isinstance(tokenizer, KeptTokenizer):
         shorten_if_alike(template)

@@ -35,9 +35,9 @@ def share_template() -> None:
         files = {path.name: path.read_bytes() for path in write_tokenizer(Path(directory)).iterdir()}
         template = load(directory, "string")
 
-    def load_chat_template(path: str, content_format: Any) -> Any:
+    def load_chat_template(path: str, content_format: Any, ask: Any = None) -> Any:
         is_same = content_format == "string" and _holds(Path(path), files)
-        return template if is_same else load(path, content_format)
+        return template if is_same else load(path, content_format, ask)
 
     checks.load_chat_template = load_chat_template
 

@@ -40,6 +40,8 @@ PARSERS = (
 OTHER_PARSER = "hermes"
 OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates", "tekken.json")
 """Further files that hold a chat template, or stand for one."""
+CODE_TEMPLATES = ("DeepseekV32", "DeepseekV4", "KimiK3", "Inkling")
+"""Beginnings of architectures whose chats vLLM renders by code of its own."""
 WITHOUT_TORCHVISION = ("idefics3",)
 """Types of models with images that vLLM serves without torchvision."""
 
@@ -97,6 +99,8 @@ def check_chat_template(model: str, vllm_flags: Sequence[str]) -> None:
     """
     directory = local_files(model)
     if directory is None or any(flag.startswith(("--chat-template", "--tokenizer")) for flag in vllm_flags):
+        return
+    if any(name.startswith(CODE_TEMPLATES) for name in whole_config(model).get("architectures") or ()):
         return
     if not _chat_template(directory) and not any((directory / name).exists() for name in OTHER_TEMPLATES):
         raise BadCheckpoint(

@@ -12,6 +12,7 @@ from support.in_process import in_process_proxy
 from support.open_files import no_free_files
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
+from turnwise_fake_engine.tokens import write_tokenizer
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, EngineState, without_credentials
 from proxy.engines.pool import EnginePool
@@ -242,3 +243,11 @@ def test_an_unchecked_engine_without_a_template_is_named_at_the_start(tmp_path: 
         turn = second_turn(tmp_path, tokenizer=str(tmp_path))
     assert (turn["outcome"], turn["reason"]) == ("retokenised", "template_unknown")
     assert "no turn continues another" in caplog.text
+
+
+def test_the_engine_renders_where_its_template_is_code(tmp_path: Path):
+    """As DeepSeek's: the tokenizer has no template, and the engine's ids after the reply are those that are sent."""
+    directory = write_tokenizer(tmp_path / "tokenizer")
+    (directory / "chat_template.jinja").unlink()
+    turn = second_turn(tmp_path, tokenizer=str(directory), engine_check="strict")
+    assert (turn["outcome"], turn["reason"]) == ("exact", None)
