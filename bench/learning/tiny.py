@@ -19,8 +19,9 @@ import torch
 from learner import Outcome, Say
 from recipes import NUM_CLASSES, VOCABULARY, Recipe, merged
 from teacher import serving_teacher
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from trainer.model.loading import model_class, read_config
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
@@ -68,11 +69,19 @@ OWN = ("learning_rate", "max_grad_norm", "groups_per_batch", "buffer_groups", "b
 class TinyRun:
     """A ledger, sessions that are sampled into it, and the trainer that learns from it."""
 
-    def __init__(self, settings: dict[str, Any], seed: int, directory: Path, *, has_rewards: bool = True) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        seed: int,
+        directory: Path,
+        *,
+        has_rewards: bool = True,
+        model: Path | None = None,
+    ) -> None:
         url = f"sqlite:///{directory / 'ledger.db'}"
         self.db = Database(url)
         self.db.upgrade()
-        model = make_model(directory / "model", seed)
+        model = model or make_model(directory / "model", seed)
         values = {"database": url, "model": str(model), "policies_dir": directory / "policies"}
         config = TrainerSettings(**merged(SETTINGS, settings, values))
         workflow = OffPolicyWorkflow if config.workflow == "off_policy" else OnPolicyWorkflow
@@ -157,7 +166,7 @@ class TinyRun:
             newest = serving.serving_state(conn).newest
         assert newest is not None, "the trainer publishes version 0 at its start"
         self.version = newest.version
-        self._model = AutoModelForCausalLM.from_pretrained(newest.path, dtype=torch.float32).eval()
+        self._model = model_class(read_config(newest.path)).from_pretrained(newest.path, dtype=torch.float32).eval()
 
     def prompts(self, split: str, count: int) -> list[list[int]]:
         """Return new prompts: a class and a random token of the split."""
@@ -232,9 +241,19 @@ def make_model(directory: Path, seed: int) -> Path:
 
 
 def learn_tiny(
-    name: str, recipe: Recipe, seed: int, directory: Path, say: Say, *, max_updates: int = MAX_UPDATES
+    name: str,
+    recipe: Recipe,
+    seed: int,
+    directory: Path,
+    say: Say,
+    *,
+    max_updates: int = MAX_UPDATES,
+    model: Path | None = None,
 ) -> Outcome:
-    """Train on the tiny task until an evaluation is good enough, or until the maximum number of updates."""
+    """Train on the tiny task until an evaluation is good enough, or until the maximum number of updates.
+
+    `model` is a directory with random weights and a vocabulary of the task's size, in place of the task's own.
+    """
     torch.set_num_threads(1)
     started = time.process_time()
     settings = {
@@ -248,7 +267,7 @@ def learn_tiny(
                 {"url": stack.enter_context(serving_teacher(known)), "model": "teacher", "tasks": f"class-[{known}]-*"}
                 for known in recipe.teachers
             ]
-        run = TinyRun(settings, seed, directory, has_rewards=not recipe.teachers)
+        run = TinyRun(settings, seed, directory, has_rewards=not recipe.teachers, model=model)
         stack.callback(run.close)
         run.store_imported(recipe.num_imported, is_paired=settings["algorithm"].get("imitation") == "dpo")
         outcome = Outcome(name=name, seed=seed, before=run.evaluate())

@@ -1,42 +1,50 @@
 """`make certify`: docs/models.md, from tiny models of today's architectures.
 
 `make certify ARGS="NAME …"` does some of them and keeps the other rows; `ARGS="--loads NAME …"` only loads an adapter
-and whole weights into vLLM, in a tenth of the time. `rows.json` has what was measured.
+and whole weights into vLLM, in a tenth of the time, and `ARGS="--learns NAME …"` only trains the tiny task of
+`bench/learning`. `rows.json` has what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from certificates.tiny import TINY, architecture_of, build
 
-from turnwise.commands.certify import FILE, LIMITS, Certificate
+from turnwise.commands.certify import LIMITS, Certificate
 
 ROWS = Path(__file__).with_name("rows.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODELS = Path(__file__).parents[2] / "runs" / "certify" / "models"
+KINDS = {"lora": "adapter", "full": "weights"}
+PLACE = re.compile(r"'/[^']*'")
+"""A model's directory."""
 HEAD = """# Models
 
 `make certify` writes this page, on a CPU, from tiny random models that have the classes and names of the official
-checkpoints. *Whole product*: `turnwise certify` served the model, trained it by GRPO and DPO, loaded, rolled back and
-loaded each version again, also into an engine that was restarted
-([verify.md](verify.md#a-model-before-a-long-training)). *Loaded*: a random adapter, and random weights twice, were
-loaded into vLLM. A number is the largest difference of a token's logprob from a forward pass of transformers, in nats;
-in bfloat16 it is the mean one. vLLM computes gated delta nets on a CPU in bfloat16 alone. Right is at most 1e-4 in
-float32 and 0.1 in bfloat16. "–" was not measured.
+checkpoints. `turnwise certify` served each, trained it by GRPO and DPO, loaded, rolled back and loaded each version
+again, also into an engine that was restarted ([verify.md](verify.md#a-model-before-a-long-training)). Where it did not,
+a random adapter, and random weights twice, were *loaded* into vLLM. A number is the largest difference of a token's
+logprob from a forward pass of transformers, in nats; in bfloat16 it is the mean one. vLLM computes gated delta nets on
+a CPU in bfloat16 alone. Right is at most 1e-4 in float32 and 0.1 in bfloat16. *GRPO* and *DPO* are the shares of right
+tokens before and after the tiny task of `bench/learning`, where 0.85 is learnt. "–" was not measured.
 
 `turnwise doctor --model DIR` says before a start whether a model can be served and trained, and what an adapter
 changes.
 
-| architecture | numbers | adapter: loaded | weights: loaded | adapter: whole product | weights: whole product |
+| architecture | numbers | adapter | weights | GRPO | DPO |
 |---|---|---|---|---|---|
 """
+REFUSED = "\n*Refused* is before any token is sampled, and says why:\n\n"
 NOTES = """
 On a CPU, vLLM has no kernel for adapters of mixtures of experts: `turnwise engine --lora` refuses them. Adapters never
 change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers. Images are served by vLLM
@@ -48,60 +56,99 @@ CPU build before anything is loaded; the trainer's comparison of logprobs refuse
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--loads", action="store_true")
+    parser.add_argument("--learns", action="store_true")
+    parser.add_argument("--kind", action="append", choices=["full", "lora"])
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
     for name in given.names or TINY:
         directory = build(name, MODELS / name)
+        found: dict[str, Any] = {"learns": learns(name)} if given.learns else {}
+        found |= {"loads": loads(name, directory)} if given.loads else {}
+        kinds = {} if found else whole_product(name, directory, given.kind or ["full", "lora"])
+        rows = json.loads(ROWS.read_text())
         row = rows.setdefault(name, {})
-        row["architecture"] = architecture_of(directory)
-        if given.loads:
-            row["loads"] = loads(name, directory)
-        else:
-            row["kinds"] = whole_product(name, directory)
+        row |= {"architecture": architecture_of(directory), **found, "kinds": row.get("kinds", {}) | kinds}
         ROWS.write_text(json.dumps(rows, indent=1) + "\n")
         PAGE.write_text(page(rows))
         sys.stdout.write(f"{line(row)}\n")
 
 
-def loads(name: str, directory: Path, *more: str) -> dict[str, Any]:
+def loads(name: str, directory: Path) -> dict[str, Any]:
     """Return the differences by what was loaded; empty where vLLM does not serve the model here."""
     flags = ["language_model_only=true"] if TINY[name].vision is not None else []
-    argv = [sys.executable, "-m", "certificates.loads", str(directory), *flags, *more]
+    argv = [sys.executable, "-m", "certificates.loads", str(directory), *flags]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False, env=environment())
-    found = dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else {}
-    return found if more or "weights again" in found else found | loads(name, directory, "adapters=false")
+    return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else {}
+
+
+def learns(name: str) -> dict[str, str]:
+    """Return the share of right tokens before and after the tiny task of `bench/learning`, by algorithm."""
+    sys.path.insert(0, str(ROWS.parents[2] / "bench" / "learning"))
+    tiny, recipes = (importlib.import_module(module) for module in ("tiny", "recipes"))
+    found = {}
+    for algorithm in ("grpo", "dpo"):
+        with tempfile.TemporaryDirectory() as place:
+            sizes = {"vocab_size": recipes.VOCABULARY, "eos_token_id": 0, "pad_token_id": None}
+            model, recipe = build(name, Path(place) / "model", **sizes), recipes.RECIPES[algorithm]
+            learnt = tiny.learn_tiny(algorithm, recipe, 0, Path(place), lambda *_: None, model=model)
+        found[algorithm] = f"{learnt.before:.2f} → {learnt.after:.2f}"
+        sys.stdout.write(f"{name} {algorithm}: {found[algorithm]}, {learnt.cpu_seconds:.0f} s of CPU\n")
+    return found
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROWS.parents[1]}"}
 
 
-def whole_product(name: str, directory: Path) -> dict[str, Any]:
+def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, Any]:
+    """Return the dtype and the gap by kind, or why it was refused, and whether that was at the start."""
     flags = ["--", "--language-model-only"] if TINY[name].vision is not None else []
-    (directory / FILE).unlink(missing_ok=True)
-    subprocess.run([sys.executable, "-m", "turnwise", "certify", str(directory), *flags], check=False)
+    kinds = [flag for kind in wanted for flag in ("--kind", kind)]
+    subprocess.run([sys.executable, "-m", "turnwise", "certify", str(directory), *kinds, *flags], check=False)
     found = Certificate.read(str(directory))
-    kinds = [] if found is None else found.kinds
-    return {each.kind: each.refused or each.gap() for each in kinds if each.verdict() != "not measured"}
+    return {
+        each.kind: {"dtype": each.dtype, "refused": each.refused, "gap": each.gap() if each.stages else None}
+        for each in (() if found is None else found.kinds)
+        if each.kind in wanted and each.verdict() != "not measured"
+    }
 
 
 def page(rows: dict[str, Any]) -> str:
-    return HEAD + "".join(f"{line(rows[name])}\n" for name in TINY if name in rows) + NOTES
+    known = [rows[name] for name in TINY if name in rows]
+    return HEAD + "".join(f"{line(row)}\n" for row in known) + REFUSED + "".join(refusals(known)) + NOTES
+
+
+def refusals(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each reason, with the architectures that were refused for it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for kind, each in row["kinds"].items():
+            if each["refused"] is not None:
+                reason = PLACE.sub("MODEL", each["refused"])
+                found.setdefault(reason, []).append(f"{row['architecture']} ({KINDS[kind]})")
+    return [f"* {', '.join(names)}: {reason}\n" for reason, names in found.items()]
 
 
 def line(row: dict[str, Any]) -> str:
-    measured, kinds = row.get("loads", {}), row.get("kinds", {})
-    dtype = measured.get("dtype", "float32")
+    measured, kinds = row.get("loads", {}), row["kinds"]
+    dtype = measured.get("dtype") or next((each["dtype"] for each in kinds.values()), "float32")
     field = "max" if dtype == "float32" else "mean"
     weights = [measured[each][field] for each in ("weights", "weights again") if each in measured]
-    cells = [measured.get("adapter", {}).get(field), max(weights, default=None), kinds.get("lora"), kinds.get("full")]
-    return f"| {row['architecture']} | {dtype} | " + " | ".join(shown(each, dtype) for each in cells) + " |"
+    loaded = {"lora": measured.get("adapter", {}).get(field), "full": max(weights, default=None)}
+    cells = [tried(kinds.get(kind), loaded[kind], dtype) for kind in KINDS]
+    cells += [row.get("learns", {}).get(algorithm, "–") for algorithm in ("grpo", "dpo")]
+    return f"| {row['architecture']} | {dtype} | " + " | ".join(cells) + " |"
 
 
-def shown(value: float | str | None, dtype: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or "–"
+def tried(result: dict[str, Any] | None, loaded: float | None, dtype: str) -> str:
+    if result is None:
+        return "–" if loaded is None else f"{shown(loaded, dtype)} (loaded)"
+    if result["refused"] is None:
+        return shown(result["gap"], result["dtype"])
+    return "refused" if result["gap"] is None else "**refused** after the start"
+
+
+def shown(value: float, dtype: str) -> str:
     return f"{value:.1e}" if value <= LIMITS[dtype] else f"**wrong** {value:.1e}"
 
 

@@ -6,7 +6,6 @@ random weights that are loaded into the running model twice. It takes a tenth of
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -47,7 +46,7 @@ def change(model: str, kind: PolicyKind, directory: Path) -> tuple[list[int], to
 def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Return the largest and the mean difference by what was loaded, in nats."""
     os.environ.update(ENVIRONMENT)
-    has_adapters = flags.pop("adapters", True) and not has_experts(model)
+    has_adapters = not has_experts(model)
     kinds = [PolicyKind.FULL, *([PolicyKind.LORA] if has_adapters else [])]
     expected = {kind: change(model, kind, scratch / kind) for kind in kinds}
     from vllm import LLM, SamplingParams, TokensPrompt
@@ -71,10 +70,9 @@ def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
     if lora:
         measure("adapter", PolicyKind.LORA, LoRARequest("adapter", 1, str(scratch / PolicyKind.LORA)))
     measure("unchanged", PolicyKind.FULL)
-    with contextlib.suppress(KeyError):  # vLLM loads the weights of some models only where no adapters are accepted
-        for name in ("weights", "weights again"):
-            engine.collective_rpc("reload_weights", kwargs={"weights_path": str(scratch / PolicyKind.FULL)})
-            measure(name, PolicyKind.FULL)
+    for name in ("weights", "weights again"):
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": str(scratch / PolicyKind.FULL)})
+        measure(name, PolicyKind.FULL)
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from support.tiny_models import quantise
 
 from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
 
@@ -49,6 +50,13 @@ SEEN = {
     "out_hidden_size": 64,
 }
 LFM2 = {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64, "block_ff_dim": 128, "block_multiple_of": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 2048} | {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 ROPE3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -66,10 +74,13 @@ class Tiny:
     """Fields of the wrapper."""
     carried: tuple[str, ...] = ()
     """Tensors that official checkpoints have and transformers does not load."""
+    is_quantised: bool = False
+    """Whether the projections are stored as FP8."""
 
 
 TINY = {
     "qwen3": Tiny("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_fp8": Tiny("Qwen3", {"tie_word_embeddings": True}, is_quantised=True),
     "llama3": Tiny(
         "Llama", {"tie_word_embeddings": True, "rope_parameters": {**ROPE3, "original_max_position_embeddings": 512}}
     ),
@@ -119,7 +130,9 @@ TINY = {
         },
         carried=("model.layers.4.eh_proj.weight",),
     ),
-    "deepseekv3": Tiny("DeepseekV3", {**GROUPED, **MLA, "num_key_value_heads": 4, "head_dim": None}),
+    "deepseekv3": Tiny(
+        "DeepseekV3", {**GROUPED, **MLA, "num_key_value_heads": 4, "head_dim": None, "topk_method": "noaux_tc"}
+    ),
     "gptoss": Tiny("GptOss", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen35": Tiny(
         "Qwen3_5", {**DELTA, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, SEEN, carried=("mtp.fc.weight",)
@@ -136,12 +149,51 @@ TINY = {
         {"mm_tokens_per_image": 4},
     ),
     "mistral3": Tiny("Mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL, {"spatial_merge_size": 2}),
+    "ministral3": Tiny(
+        "Mistral3",
+        {"model_type": "ministral3", "rope_parameters": YARN, "tie_word_embeddings": True},
+        PIXTRAL,
+        {"spatial_merge_size": 2},
+    ),
+    "qwen25vl": Tiny(
+        "Qwen2_5_VL",
+        {**FLAT, "rope_parameters": {**MROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 1.0}},
+        SEEN | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]},
+    ),
+    "gemma4": Tiny(
+        "Gemma4",
+        {
+            **WINDOWS,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "tie_word_embeddings": True,
+        },
+        SIGLIP | {"num_key_value_heads": 2, "head_dim": 32, "patch_size": 16, "position_embedding_size": 64},
+        {"audio_config": None},
+    ),
+    "llama4": Tiny(
+        "Llama4",
+        {
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+        SIGLIP
+        | {"intermediate_size": 256, "image_size": 28, "patch_size": 14, "pixel_shuffle_ratio": 0.5}
+        | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64),
+    ),
 }
 """By the names of the rows."""
 
 
-def build(name: str, directory: Path) -> Path:
-    """Write a model; return its directory."""
+def build(name: str, directory: Path, **changes: Any) -> Path:
+    """Write a model, whose text part has these fields instead; return its directory."""
     tiny, tokenizer = TINY[name], train_tokenizer(SmallModelSpec())
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -160,7 +212,7 @@ def build(name: str, directory: Path) -> Path:
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-    fields = {key: value for key, value in (sizes | tiny.text).items() if key != "head_dim" or value}
+    fields = {key: value for key, value in (sizes | tiny.text | changes).items() if key != "head_dim" or value}
     model = _made(tiny, fields)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -172,6 +224,8 @@ def build(name: str, directory: Path) -> Path:
     file = directory / "model.safetensors"
     further = {each: torch.randn(64, 128) for each in tiny.carried}
     save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    if tiny.is_quantised:
+        quantise(directory)
     return directory
 
 
@@ -186,4 +240,5 @@ def _made(tiny: Tiny, fields: dict[str, Any]) -> Any:
 
 
 def architecture_of(directory: Path) -> str:
-    return str(json.loads((directory / "config.json").read_text())["architectures"][0])
+    config = json.loads((directory / "config.json").read_text())
+    return str(config["architectures"][0]) + (", FP8" if "quantization_config" in config else "")
