@@ -58,6 +58,8 @@ LIBRARY_ERRORS = (
 )
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
 """How weights may be quantised under an adapter: transformers computes with what they stand for."""
+NOT_RELOADED = ("gpt_oss",)
+"""Types of models of which vLLM keeps experts and attention sinks that it started with, whatever it loads later."""
 WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
 MAX_REASON = 500
 STATE_BYTES = 16
@@ -127,6 +129,11 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
         )
     if spec.kind is PolicyKind.LORA:
         return
+    if config.model_type in NOT_RELOADED:
+        raise SettingsError(
+            f"{spec.model!r} is of the type {config.model_type!r}, of which vLLM does not load experts and attention "
+            "sinks into a running engine, so whole weights would be served in part: set kind='lora'"
+        )
     known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  as above
     named = list(getattr(config, "architectures", None) or [])
     if known is not None and named and known.__name__ not in named:
