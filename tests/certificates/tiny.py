@@ -240,5 +240,7 @@ def _made(tiny: Tiny, fields: dict[str, Any]) -> Any:
 
 
 def architecture_of(directory: Path) -> str:
+    """Return the class that a model's configuration names, with its text part's type, and FP8 where it is quantised."""
     config = json.loads((directory / "config.json").read_text())
-    return str(config["architectures"][0]) + (", FP8" if "quantization_config" in config else "")
+    text = f" ({config['text_config']['model_type']})" if "text_config" in config else ""
+    return f"{config['architectures'][0]}{text}{', FP8' if 'quantization_config' in config else ''}"
