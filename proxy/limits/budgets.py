@@ -2,12 +2,14 @@
 
 The store holds what was used, so a budget survives restarts and is shared by all proxy processes. A process adds its
 own calls at once and reads those of other processes every few seconds. A budget is checked before a call and charged
-after it, so the calls that run when it is spent still end. Without a budget nothing is read, counted or written.
+after it, so the calls that run when it is spent still end. Calls without a budget are counted for their key too, and
+written every few seconds; without a key nothing is read, counted or written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -16,7 +18,7 @@ import time
 
 import cachetools
 
-from proxy.auth import Principal
+from proxy.auth import OPEN, Principal
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -28,6 +30,8 @@ from turnwise.types import utc_now
 log = logging.getLogger(__name__)
 READ_SECONDS = 5.0
 """How old the numbers of other processes may be."""
+WRITE_SECONDS = 2.0
+"""How long the counts of keys without a budget wait for further ones."""
 MAX_ACCOUNTS = 10_000
 """Keys and tenants that are remembered; others are read again."""
 
@@ -68,6 +72,8 @@ class Budgets:
         self._unwritten: dict[tuple[str, str, int], int] = {}
         self._in_write: dict[tuple[str, str, int], int] = {}
         self._writing: asyncio.Task[None] | None = None
+        self._at_once = asyncio.Event()
+        """Set while a count waits that belongs to a budget, and at the end."""
         self.are_set = self._key_budget is not None or self._tenant_budget is not None
         """Whether every caller's calls are counted; otherwise those of keys with a budget of their own."""
 
@@ -95,9 +101,12 @@ class Budgets:
         return None if self.days is None else keys.day_of(utc_now()) - self.days + 1
 
     def charge(self, principal: Principal, num_tokens: int) -> None:
-        """Add a call's tokens to its accounts; the store gets them with its next transaction."""
-        if not num_tokens:
+        """Add a call's tokens to its accounts, for the store's next transaction if a budget counts them."""
+        is_budget = self.are_set or principal.has_budget
+        if not num_tokens or not (is_budget or principal.root_key_id != OPEN):
             return
+        if is_budget:
+            self._at_once.set()
         for key_id in (principal.root_key_id, None):
             self._account(principal.tenant, key_id).num_tokens += num_tokens
         place = (principal.tenant, principal.root_key_id, keys.day_of(utc_now()))
@@ -106,8 +115,10 @@ class Budgets:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def close(self) -> None:
+        self._at_once.set()
         if self._writing is not None:
             await self._writing
+        self._at_once.set()
         await self._write()
 
     def _account(self, tenant: str, key_id: str | None) -> Account:
@@ -139,6 +150,9 @@ class Budgets:
     async def _write(self) -> None:
         """Write all amounts; those of a failed write are written with the next one."""
         while self._unwritten:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._at_once.wait(), WRITE_SECONDS)
+            self._at_once.clear()
             self._in_write, self._unwritten = self._unwritten, {}
             try:
                 await self._writer.do(keys.add_usage, self._in_write)
@@ -153,7 +167,10 @@ class Budgets:
 
     def _spent(self, account: Account) -> BudgetSpent:
         period, seconds = "in all", None
-        advice = "raise the budget or use another key"
+        raised = "set a larger `tenant_token_budget`"
+        if account.key_id is not None:
+            raised = f"raise it with `turnwise keys budget {account.key_id} TOKENS`"
+        advice = f"{raised}, or use another key"
         if self.days is not None:
             now = utc_now()
             midnight = datetime.datetime.combine(now.date() + datetime.timedelta(days=1), datetime.time(), datetime.UTC)

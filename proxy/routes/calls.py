@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope
 
-from proxy.auth import Principal
+from proxy.auth import OPEN, Principal
 from proxy.calls.capture import Running
 from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
@@ -99,7 +99,7 @@ class Admission:
                 services.limits.idle.set()
             if self.limited:
                 services.limits.leave(self.limited, num_tokens)
-            if services.budgets.are_set or self.principal.has_budget:
+            if services.budgets.are_set or self.principal.root_key_id != OPEN:
                 services.budgets.charge(self.principal, num_tokens)
 
 

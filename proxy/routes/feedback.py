@@ -118,8 +118,7 @@ async def post_feedback(
     """
     template = services.sessions.template
     given, group = await services.database.fetch(_feedback, template, principal, wanted)
-    is_charged = services.budgets.are_set or principal.has_budget
-    if group and is_charged:
+    if group and (services.budgets.are_set or principal.has_budget):
         await services.budgets.check(principal)
     stored = await services.writer.do(
         feedback.add,
@@ -130,7 +129,7 @@ async def post_feedback(
         body_digest=body_digest(await request.body()),
         retrain=services.settings.retrain_revised,
     )
-    if is_charged and stored.group_id == given.group_id:
+    if stored.group_id == given.group_id:
         services.budgets.charge(principal, _num_tokens(group))
     return answer(_feedback_json(stored))
 

@@ -98,3 +98,15 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
     assert (wrong.exit_code, "none was given" in wrong.stderr) == (2, False)
     assert "not both" in run("sessions", "--url", "http://x", "--database", url).stderr
     assert "--tenant needs the database" in run("sessions", "--url", "http://x", "--tenant", "t").stderr
+
+
+def test_the_first_key_is_asked_about_over_http_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:
+        with Client(proxy.url) as client:
+            client.create_session(session_id="a")
+            refused = run("keys", "create", "--url", proxy.url)
+            assert (refused.exit_code, "pass --yes" in refused.stderr) == (2, True)
+            assert client.keys() == []
+        assert run("keys", "create", "--yes", "--url", proxy.url).exit_code == 0

@@ -8,7 +8,16 @@ import click
 
 from turnwise.client.wire import given
 from turnwise.commands.output import print_records, print_stored
-from turnwise.commands.place import DataPlace, json_option, refuse_tenant, takes_place
+from turnwise.commands.place import (
+    DataPlace,
+    database_option,
+    database_url,
+    json_option,
+    opened,
+    refuse_tenant,
+    takes_place,
+)
+from turnwise.errors import SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
 
 KEY_COLUMNS = (
@@ -19,8 +28,8 @@ KEY_COLUMNS = (
 CREATED = ("key_id", "key", "tenant", "role", "name", "policy")
 SECONDS_A_DAY = 86_400
 FIRST_KEY = (
-    "This is the first key: within 5 seconds the proxy refuses every call without a key, also of agents that run now. "
-    "Give them the key, or revoke it with `turnwise keys revoke`."
+    "This is the first key: within 5 seconds the proxy refuses every call without a key, also of agents that run now, "
+    "and no later command undoes that. Create it?"
 )
 
 
@@ -36,6 +45,7 @@ def keys() -> None:
 @click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days that it is accepted for.")
 @click.option("--token-budget", type=click.IntRange(min=1), help="Prompt and sampled tokens that its calls may use.")
 @click.option("--policy", default=DEFAULT_POLICY_NAME, show_default=True, help="Policy that its calls sample with.")
+@click.option("--yes", is_flag=True, help="Do not ask before the first key, which locks out agents without one.")
 @takes_place
 @json_option
 def keys_create(
@@ -47,12 +57,15 @@ def keys_create(
     policy: str,
     place: DataPlace,
     *,
+    yes: bool,
     as_json: bool,
 ) -> None:
-    """Create a key. It is printed once and stored as a hash."""
+    """Create a key. It is printed once and stored as a hash. The first one is asked about where there are sessions."""
     with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
+            if not yes and not client.keys() and next(client.sessions(), None) is not None:
+                _confirm_first()
             lifetime = None if expires_days is None else max(1, round(SECONDS_A_DAY * expires_days))
             limits = given({"expires_in_seconds": lifetime, "token_budget": token_budget})
             created = client.create_key(role=role, name=name, policy=policy, **limits)
@@ -63,20 +76,30 @@ def keys_create(
     from turnwise.store.selection import SessionFilter
 
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
-    with place.store(creates=True) as store, store.write() as conn:
-        if not stored_keys.list_keys(conn, None) and sessions.list_sessions(conn, SessionFilter(), limit=1)[0]:
-            click.echo(FIRST_KEY, err=True)
-        key_id, key = stored_keys.create_key(
-            conn,
-            tenant or "default",
-            stored_keys.KeyRole(role),
-            name,
-            expires_at=expires_at,
-            token_budget=token_budget,
-            policy=policy,
-        )
+    with place.store(creates=True) as store:
+        with store.read() as conn:
+            locks_out = not stored_keys.any_keys(conn) and sessions.list_sessions(conn, SessionFilter(), limit=1)[0]
+        if locks_out and not yes:
+            _confirm_first()
+        with store.write() as conn:
+            key_id, key = stored_keys.create_key(
+                conn,
+                tenant or "default",
+                stored_keys.KeyRole(role),
+                name,
+                expires_at=expires_at,
+                token_budget=token_budget,
+                policy=policy,
+            )
     made = (key_id, key, tenant or "default", role, name, policy)
     print_records(dict(zip(CREATED, made, strict=True)), as_json=as_json)
+
+
+def _confirm_first() -> None:
+    try:
+        click.confirm(FIRST_KEY, abort=True, err=True)
+    except click.Abort as error:
+        raise SettingsError("no key is created; answer y, or pass --yes") from error
 
 
 @keys.command("list")
@@ -110,6 +133,21 @@ def keys_revoke(key_id: str, place: DataPlace, *, as_json: bool) -> None:
     with place.client() as client:
         revoked = _revoke(place, key_id) if client is None else client.revoke_key(key_id)
     print_records(revoked, as_json=as_json, columns=("key_id", "tenant", "role", "name", "revoked_at"))
+
+
+@keys.command("budget")
+@click.argument("key_id")
+@click.argument("tokens", type=click.IntRange(min=1))
+@database_option
+@json_option
+def keys_budget(key_id: str, tokens: int, database: str | None, *, as_json: bool) -> None:
+    """Set the prompt and sampled tokens that a key's calls may use; running proxies follow within 5 seconds."""
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import keys as stored_keys
+
+    with opened(database_url(database), creates=False) as store, store.write() as conn:
+        changed = values_of(stored_keys.set_budget(conn, key_id, tokens))
+    print_records(changed, as_json=as_json, columns=("key_id", "tenant", "role", "name", "token_budget"))
 
 
 def _revoke(place: DataPlace, key_id: str) -> Json:

@@ -2,7 +2,7 @@
 
 A key is `tw-ID-SECRET`. Only a hash of the secret is stored; the secret is at least 32 random characters, so a plain
 SHA-256 is enough. The id finds the row, so one hash is compared, in constant time. Token budgets are counted from one
-row for each key and UTC day, so restarts and pruning keep them; usage is recorded only while budgets are set.
+row for each key and UTC day, so restarts and pruning keep them; calls without a budget are counted there too.
 """
 
 from __future__ import annotations
@@ -173,6 +173,12 @@ def revoke_key(conn: sa.Connection, key_id: str, *, tenant: str | None = None) -
     get_key(conn, key_id, tenant)
     revoked = sa.update(api_keys).where(api_keys.c.key_id == key_id, api_keys.c.revoked_at.is_(None))
     conn.execute(revoked.values(revoked_at=to_micros(utc_now())))
+    return get_key(conn, key_id)
+
+
+def set_budget(conn: sa.Connection, key_id: str, token_budget: int) -> Key:
+    get_key(conn, key_id)
+    conn.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(token_budget=token_budget))
     return get_key(conn, key_id)
 
 

@@ -345,7 +345,7 @@ token_usage = sa.Table(
     sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("num_tokens", sa.BigInteger, nullable=False),
 )
-"""Prompt and sampled tokens of each key by UTC day, in days since 1970; written only while token budgets are set."""
+"""Prompt and sampled tokens of each key by UTC day, in days since 1970."""
 
 secrets = sa.Table(
     "secrets",

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
+from support.commands import invoke
 from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
+from proxy import auth
 from proxy.limits import budgets
 from proxy.writer.client import Writer
 from turnwise.client.wire import error_of
@@ -118,3 +120,23 @@ def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tm
         refused = ask(http, key)
         assert "tokens in the last 2 days (UTC); wait for 00:00 UTC" in refused.json()["error"]["message"]
         assert 0 < int(refused.headers["retry-after"]) <= 86_400
+
+
+def test_the_tokens_of_a_key_without_a_budget_are_counted_and_a_budget_is_set_and_raised_by_a_command(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(budgets, "READ_SECONDS", -1.0)
+    monkeypatch.setattr(auth, "CACHE_SECONDS", 0.05)
+    with in_process_proxy(tmp_path) as (http, database):
+        key, admin = make_key(database), make_key(database, role="admin")
+        cost = used(ask(http, key)) + used(ask(http, key))
+        listed = lambda: get(http, admin, "/v1/keys")["data"][0]  # noqa: E731
+        wait_until(lambda: listed()["tokens_used"] == cost, "both calls are counted")
+        place = ("--database", f"sqlite:///{tmp_path}/turnwise.db")
+        command = ("keys", "budget", listed()["key_id"])
+        assert invoke(*command, "1", *place).exit_code == 0
+        wait_until(lambda: ask(http, key).status_code == 429, "the budget holds for a key that is in use")
+        message = ask(http, key).json()["error"]["message"]
+        assert f"raise it with `turnwise keys budget {listed()['key_id']} TOKENS`" in message
+        assert invoke(*command, str(10 * cost), *place).exit_code == 0
+        used(ask(http, key))
