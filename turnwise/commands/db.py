@@ -90,7 +90,7 @@ def db_backup(file: Path, database: str | None, *, as_json: bool) -> None:
     """Copy an SQLite database to a new file, consistently, while agents and trainer use it."""
     from turnwise.commands.place import opened
 
-    with opened(database_url(database), make_ready=False) as store:
+    with opened(database_url(database), make_ready=False, creates=False) as store:
         store.backup(file)
     print_records({"backup": str(file), "num_bytes": file.stat().st_size}, as_json=as_json)
 
@@ -115,7 +115,7 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
         if not as_json:
             click.echo(f"{table}: {count} rows, the same in both")
 
-    with opened(source) as reading, opened(target, make_ready=False) as writing:
+    with opened(source, creates=False) as reading, opened(target, make_ready=False) as writing:
         writing.upgrade()
         counts = copying.copy_all(reading, writing, note)
     if as_json:

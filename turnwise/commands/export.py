@@ -25,7 +25,7 @@ from turnwise.commands.place import (
 )
 from turnwise.errors import InvalidRequest
 from turnwise.exchange import plugins, training_formats
-from turnwise.types import Credit, Json
+from turnwise.types import Credit, Json, SessionStatus
 
 if TYPE_CHECKING:
     from turnwise.chains import Experience
@@ -50,6 +50,12 @@ LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
     "verl and those of installed packages are whole sessions. `list` prints all names.",
 )
 @click.option("--min-reward", type=float, help="Only sessions with at least this reward; of a pair, the chosen one.")
+@click.option(
+    "--all",
+    "has_all",
+    is_flag=True,
+    help="Also sessions that are open, have no reward, or no turn. --session-id and --status write such ones too.",
+)
 @click.option("--merge", type=click.Choice(["turn", "chain"]), default="chain", show_default=True)
 @click.option("--credit", type=click.Choice(["step_wise", "propagate"]), help="Another credit policy, as a dry run.")
 @click.option("--gamma", type=float, help="Another discount, as a dry run.")
@@ -73,6 +79,7 @@ def export(
     archive: Path | None,
     *,
     min_reward: float | None,
+    has_all: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -82,6 +89,8 @@ def export(
         return
     path = None if output is None or str(output) == "-" else output
     lines = None if format_name in EXPERIENCE_FORMATS else _line_maker(format_name, min_reward)
+    if lines is not None and not has_all and given["session_id"] is None and given["status"] is None:
+        lines = _of_finished(lines)
     with contextlib.nullcontext() if archive else place.client() as client:
         if client is not None:
             count = _write_lines(_remote_lines(client, format_name, lines, min_reward, given), path)
@@ -139,6 +148,15 @@ def _line_maker(format_name: str, min_reward: float | None) -> LineMaker:
     return lambda sessions: (
         line for session in sessions if _is_at_least(session["reward"], min_reward) for line in lines(session)
     )
+
+
+def _of_finished(lines: LineMaker) -> LineMaker:
+    """Return a format without the sessions that experiences leave out too."""
+
+    def is_finished(session: Json) -> bool:
+        return session["status"] != SessionStatus.OPEN and session["reward"] is not None and bool(session["turns"])
+
+    return lambda sessions: lines(filter(is_finished, sessions))
 
 
 def _is_at_least(reward: float | None, bound: float | None) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,9 +141,13 @@ def _import(
     from turnwise.commands.place import opened
     from turnwise.exchange.imports import writer as imports
     from turnwise.store import policies
+    from turnwise.store.database import missing_file
 
     reader = _reader(format_name)
-    with opened(url) as database:
+    with contextlib.ExitStack() as stack:
+        if dry_run and missing_file(url) is not None:  # a dry run creates nothing
+            url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory())}/turnwise.db"
+        database = stack.enter_context(opened(url))
         served = _tokeniser(database, tokenizer, arguments)
         if engine is not None:
             from turnwise.exchange.imports.tokenise import use_engines_template

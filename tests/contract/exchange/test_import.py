@@ -257,6 +257,9 @@ def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Pat
     result = invoke(*command, "--database", f"sqlite:///{tmp_path}/turnwise.db")
     assert "would be stored" in result.stdout
     assert records(database) == []
+    result = invoke(*command, "--database", f"sqlite:///{tmp_path}/none.db")
+    assert "would be stored" in result.stdout
+    assert not (tmp_path / "none.db").exists()
 
 
 def test_the_engines_own_tokens_are_compared(database: Database, tmp_path: Path, model: Path) -> None:

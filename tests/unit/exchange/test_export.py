@@ -99,8 +99,30 @@ def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
     for number in range(40):  # more than one read returns
         add_session(database, f"s{number}")
     database.close()
-    found = lines_of(export(tmp_path, "--format", "sessions"))
+    found = lines_of(export(tmp_path, "--format", "sessions", "--all"))
     assert [line["session_id"] for line in found] == [f"s{number}" for number in range(40)]
+
+
+def test_sessions_that_are_open_unrewarded_or_empty_are_written_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    database = new_database(tmp_path / "turnwise.db")
+    for number, name in enumerate(("good", "open", "unrewarded", "empty")):
+        with database.write() as connection:
+            sessions.create_session(connection, Session(session_id=name, task_id=name))
+            if name != "empty":
+                turns.append_turns(connection, [make_turn(f"t{number}", session_id=name)])
+    for name in ("good", "empty"):
+        finish(database, name, value=1.0)
+    with database.write() as connection:
+        sessions.end_session(connection, "default", "unrewarded")
+    database.close()
+
+    def names(*options: str) -> list[str]:
+        return [line["session_id"] for line in lines_of(export(tmp_path, "--format", "sessions", *options))]
+
+    assert names() == ["good"]
+    assert names("--all") == ["good", "open", "unrewarded", "empty"]
+    assert (names("--session-id", "open"), names("--status", "open")) == (["open"], ["open"])
+    assert [line["session_id"] for line in lines_of(export(tmp_path))] == ["good"]
 
 
 def test_a_format_that_is_not_installed_names_its_package_or_the_formats(database: Database, tmp_path: Path) -> None:
