@@ -270,7 +270,7 @@ class ProxySettings(Settings):
     """File for one line of JSON for each request, `-` for stdout; off by default."""
     otlp_endpoint: str | None = None
     """Base URL of an OTLP/HTTP collector, such as http://127.0.0.1:4318, that gets OpenTelemetry spans of each request;
-    needs `pip install '.[otel]'`. By default none are made."""
+    needs `pip install 'turnwise[otel]'`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,11 @@ from support.commands import invoke
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from turnwise.commands.output import print_records
+from turnwise.exchange import plugins
+from turnwise.processes.installation import examine
+from turnwise.store import sessions
+from turnwise.store.database import Database
+from turnwise.types import Session
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,8 +86,18 @@ def test_a_command_that_stores_something_makes_the_sqlite_file_and_one_that_read
     """An empty database at a mistyped place would look like one without sessions."""
     file = tmp_path / "new.db"
     at = ("--database", f"sqlite:///{file}")
-    for command in (("sessions",), ("policies",), ("updates",), ("keys", "list"), ("export",), ("verify",)):
-        result = invoke(*command, *at)
+    read = (
+        ("sessions",),
+        ("policies",),
+        ("updates",),
+        ("keys", "list"),
+        ("export",),
+        ("verify",),
+        ("db", "backup", "b"),
+    )
+    copy = ("db", "copy", "--from", f"sqlite:///{file}", "--to", f"sqlite:///{tmp_path}/copy.db")
+    for command in (*((*each, *at) for each in read), copy):
+        result = invoke(*command)
         assert (result.exit_code, "there is no database at" in result.stderr) == (2, True), command
     doctor = invoke("doctor", "--engine", "http://127.0.0.1:1", *at, "--json")
     assert {"check": "database", "verdict": "warn"}.items() <= json.loads(doctor.output)[-1].items()
@@ -90,6 +106,22 @@ def test_a_command_that_stores_something_makes_the_sqlite_file_and_one_that_read
     assert json.loads(invoke("sessions", *at, "--json").output) == []
     doctor = invoke("doctor", "--engine", "http://127.0.0.1:1", *at, "--json")
     assert {"check": "database", "verdict": "ok"}.items() <= json.loads(doctor.output)[-1].items()
+
+
+def test_the_first_key_is_asked_about_where_agents_ran_without_one(database):
+    assert invoke("keys", "create", "--database", database, "--json").exit_code == 0, "nobody is locked out"
+    other = database.replace("store.db", "other.db")
+    store = Database(other)
+    store.upgrade()
+    with store.write() as connection:
+        sessions.create_session(connection, Session(session_id="s"))
+    store.close()
+    for typed in ("n\n", ""):
+        result = invoke("keys", "create", "--database", other, input=typed)
+        assert (result.exit_code, "no key is created; answer y, or pass --yes" in result.stderr) == (2, True)
+    assert json.loads(invoke("keys", "list", "--database", other, "--json").output) == []
+    assert invoke("keys", "create", "--database", other, input="y\n").exit_code == 0
+    assert invoke("keys", "create", "--database", other).exit_code == 0, "the second one is not asked about"
 
 
 def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(tmp_path, monkeypatch):
@@ -186,6 +218,54 @@ def test_tables_print_rounded_numbers_and_times_that_people_read(capsys):
     assert json.loads(capsys.readouterr().out) == [row]
 
 
+@pytest.mark.parametrize(
+    ("name", "command"), [("proxy", "sessions"), ("trainer", "train"), ("migrations", "db upgrade")]
+)
+def test_a_package_in_the_place_of_ours_is_named_and_not_run(tmp_path, name, command):
+    """A user's `trainer.py` lies in the directory of `turnwise up`, or another distribution has the name."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / f"{name}.py").write_text("print('RAN')")
+    there = site / "theirs-1.0.dist-info"
+    there.mkdir()
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (there / "RECORD").write_text(f"{name}.py,,\n")
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        whole = [sys.executable, "-m", "turnwise", *arguments]
+        return subprocess.run(whole, check=False, capture_output=True, text=True, env=variables, timeout=60)
+
+    done = run(*command.split())
+    said = f"'{site}/{name}.py', of the distribution theirs stands in its way"
+    assert (done.returncode, done.stdout, said in done.stderr) == (2, "", True), done.stderr
+    doctor = run("doctor")  # it reads the proxy's settings, so it ends at that package as other commands do
+    assert f"'{site}/{name}.py', of the distribution theirs stands in its way" in doctor.stdout + doctor.stderr
+
+
+def test_a_distribution_that_may_have_replaced_files_of_ours_is_named(monkeypatch):
+    monkeypatch.setattr(plugins, "_distributions_of_packages", lambda: {"proxy": ["theirs", "turnwise"]})
+    (found,) = [each for each in examine([], "sqlite:///none.db") if each.check.startswith("package ")]
+    assert (found.check, found.verdict) == ("package proxy", "warn")
+    assert "the distribution theirs installs one too, and may have replaced files" in found.text
+
+
+def test_a_shell_completes_commands():
+    """The words that a shell completes come from the command itself, as docs/operations.md says."""
+    variables = {"_TURNWISE_COMPLETE": "bash_complete", "COMP_WORDS": "turnwise pol", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['turnwise']; from turnwise.commands.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.stdout == "plain,policies\n"
+
+
 def test_up_in_a_bare_environment_names_all_extras_at_once(monkeypatch):
     def lacks(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name="sqlalchemy")
@@ -193,4 +273,4 @@ def test_up_in_a_bare_environment_names_all_extras_at_once(monkeypatch):
     monkeypatch.setattr("turnwise.commands.cli.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("turnwise.commands.place.check_none_runs", lambda: lacks("sqlalchemy"))
     result = invoke("up", "--model", "owner/name")
-    assert (result.exit_code, "pip install '.[store,proxy,trainer,engine-cpu]'" in result.stderr) == (2, True)
+    assert (result.exit_code, "pip install 'turnwise[store,proxy,trainer,engine-cpu]'" in result.stderr) == (2, True)

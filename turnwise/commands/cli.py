@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import sys
 from typing import Any
 
 import click
@@ -80,6 +81,8 @@ class _Commands(click.Group):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
+        if not any(isinstance(each, plugins.OwnPackages) for each in sys.meta_path):
+            sys.meta_path.insert(0, plugins.OwnPackages())
         try:
             return super().invoke(ctx)
         except TurnwiseError as error:
@@ -96,10 +99,7 @@ class _Commands(click.Group):
             if extra is None:
                 raise
             extras = ",".join(_missing_extras(ctx.invoked_subcommand, extra))
-            print_error(
-                f"this command needs {error.name!r}, which is not installed; in a checkout of Turnwise: "
-                f"pip install '.[{extras}]'"
-            )
+            print_error(f"this command needs {error.name!r}, which is not installed: pip install 'turnwise[{extras}]'")
             ctx.exit(2)
 
 

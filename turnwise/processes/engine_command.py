@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,16 @@ def num_gpus() -> int:
     if by_driver.is_dir():
         return len(list(by_driver.iterdir()))
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def gpu_bytes() -> list[int]:
+    """Return the memory of each NVIDIA GPU as the driver's program tells it, without loading torch; empty if not."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout  # noqa: S603  constant
+        return [int(line) * 2**20 for line in told.splitlines()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu: bool | None = None) -> EngineCommand:
@@ -312,7 +323,7 @@ def packages_problem() -> str | None:
     """Return why vLLM cannot run with the packages that are installed; None where it can."""
     if importlib.util.find_spec("vllm") is None:
         return (
-            "vLLM is not installed in this environment; pip install '.[engine-cpu]' for a CPU, "
+            "vLLM is not installed in this environment; pip install 'turnwise[engine-cpu]' for a CPU, "
             "or vllm itself on a machine with a GPU"
         )
     torch_build = installed_version("torch")

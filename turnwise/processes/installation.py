@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import EngineUnavailable, TurnwiseError
+from turnwise.exchange import plugins
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
 from turnwise.settings import mask_credentials
+from turnwise.types import Json
 from turnwise.verify.engine import (
     ADDRESS_HINT,
     CHAT_ROUTE,
@@ -42,7 +44,29 @@ _EXTRAS = {
 }
 
 
+_OWN_ENVIRONMENT = "install Turnwise in an environment of its own"
 _ADVICE = "; the trainer's log names the cause, and calls are served meanwhile"
+
+
+TOOL_NAME = "lookup"
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": TOOL_NAME,
+        "description": "Look up a name.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+}
+ASKED: Json = {"role": "user", "content": "Look up kim."}
+SAID: Json = {"role": "assistant", "content": "."}
+CALLED: Json = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": TOOL_NAME, "arguments": '{"name": "kim"}'}}
+    ],
+}
+"""A call as an agent sends it back; the id has the nine characters that Mistral's templates demand."""
 
 
 class Severity(enum.StrEnum):
@@ -67,6 +91,7 @@ def examine(engine_urls: list[str], database_url: str, **options: Any) -> Iterat
     """Yield the finding of each check; the options are those of `engine_findings`."""
     yield _python()
     yield from _extras()
+    yield from _names()
     yield _packages()
     yield Finding("gpu", Severity.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
     for url in engine_urls:
@@ -97,10 +122,21 @@ def _extras() -> Iterator[Finding]:
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         if missing:
-            text = f"without {', '.join(missing)}; pip install '.[{extra}]' where this part is to run"
+            text = f"without {', '.join(missing)}; pip install 'turnwise[{extra}]' where this part is to run"
             yield Finding(f"extra {extra}", Severity.WARN, text)
         else:
             yield Finding(f"extra {extra}", Severity.OK, "installed")
+
+
+def _names() -> Iterator[Finding]:
+    """Yield each of our top-level packages that another distribution has too: the files of one may replace ours."""
+    for name in plugins.OWN_PACKAGES:
+        others = ", ".join(plugins.other_owners(name))
+        if (other := plugins.other_package(name)) is not None:
+            yield Finding(f"package {name}", Severity.FAIL, f"{other} stands in its way; {_OWN_ENVIRONMENT}")
+        elif others:
+            text = f"the distribution {others} installs one too, and may have replaced files; {_OWN_ENVIRONMENT}"
+            yield Finding(f"package {name}", Severity.WARN, text)
 
 
 def _packages() -> Finding:
@@ -126,7 +162,9 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
             return
         database = Database(url)
     except ImportError as error:
-        yield Finding("database", Severity.WARN, f"cannot check: {error.name} is missing; pip install '.[store]'")
+        yield Finding(
+            "database", Severity.WARN, f"cannot check: {error.name} is missing; pip install 'turnwise[store]'"
+        )
         return
     except TurnwiseError as error:
         yield Finding("database", Severity.FAIL, str(error))
@@ -174,6 +212,7 @@ def engine_findings(address: str, **options: Any) -> Iterator[Finding]:
             for found in _requirements(http, model, path):
                 yield Finding(found.name, Severity.OK if found.is_met else Severity.FAIL, found.text)
             yield _strict_tools(http)
+            yield _tool_calls(http, model)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
             text = f"{url} does not take a call of one token: {mask_credentials(str(error))}"
             yield Finding("engine probe", Severity.FAIL, text)
@@ -207,6 +246,49 @@ def _strict_tools(http: httpx2.Client) -> Finding:
     if enforces_strict_tools(reply.json() if reply.is_success else {}):
         return Finding("strict tools", Severity.WARN, STRICT_TOOLS_ADVICE)
     return Finding("strict tools", Severity.OK, "sampled without a grammar")
+
+
+def _tool_calls(http: httpx2.Client, model: str) -> Finding:
+    """Return whether a tool call comes back as one: the engine is made to sample what its chat template writes for it.
+
+    A grammar forces the text, so the answer does not depend on what the model would say.
+    """
+    check = "tool calls"
+    called = _rendered(http, model, [ASKED, CALLED])
+    if called is None:
+        return Finding(
+            check, Severity.OK, "not checked: the engine has no /tokenize, or refuses a conversation with one"
+        )
+    before, said = _rendered(http, model, [ASKED]) or "", _rendered(http, model, [ASKED, SAID]) or ""
+    text = called[_num_shared(called, before) :]
+    text = text[: len(text) - _num_shared(text[::-1], said[::-1])]
+    if TOOL_NAME not in text:
+        return Finding(check, Severity.WARN, "the model's chat template writes none, so the model cannot see its calls")
+    body = {"model": model, "messages": [ASKED], "tools": [TOOL], "tool_choice": "auto", "max_tokens": 512}
+    reply = http.post(CHAT_ROUTE, json=body | {"structured_outputs": {"choice": [text]}})
+    if reply.is_success and reply.json()["choices"][0]["message"].get("tool_calls"):
+        return Finding(check, Severity.OK, "come back as calls in the form that the model's chat template writes")
+    verdict, came = Severity.FAIL, "come back as text"
+    if not reply.is_success:  # an engine without a parser may be meant for agents without tools
+        verdict, came = Severity.WARN, f"are refused ({reply.text[:200]})"
+    advice = "start it with the --tool-call-parser of this model, which `turnwise engine` chooses by the template"
+    return Finding(check, verdict, f"calls such as {text!r}, which the chat template writes, {came}; {advice}")
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    differs = (number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
+
+
+def _rendered(http: httpx2.Client, model: str, messages: list[Json]) -> str | None:
+    """Return the text of a conversation by the engine's chat template; None if the engine does not tell."""
+    opens = messages[-1]["role"] == "user"
+    asked = {"model": model, "messages": messages, "tools": [TOOL], "add_generation_prompt": opens}
+    reply = http.post("/tokenize", json=asked)
+    if reply.is_success:
+        reply = http.post("/detokenize", json={"model": model, "tokens": reply.json()["tokens"]})
+    return str(reply.json()["prompt"]) if reply.is_success else None
 
 
 def _run(http: httpx2.Client, check: Generator[Any, Any, Any]) -> Any:

@@ -3,7 +3,7 @@
 The context of the running request is a context variable: log lines and the request to the engine take its ids from
 there, so that no function has to pass them on.
 
-The SDK is an optional dependency (`pip install '.[otel]'`). It is imported when a tracer is created; a
+The SDK is an optional dependency (`pip install 'turnwise[otel]'`). It is imported when a tracer is created; a
 process without one neither imports it nor spends time on spans. A thread exports spans in batches, over OTLP/HTTP.
 """
 
@@ -87,7 +87,7 @@ class Tracer:
 
             from turnwise.telemetry.span_export import CountingSpanProcessor
         except ImportError as error:
-            raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install '.[otel]'`") from error
+            raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install 'turnwise[otel]'`") from error
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=COLLECTOR_SECONDS)
         attributes = {"service.name": service, "service.version": turnwise.__version__}
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
