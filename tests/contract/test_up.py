@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -16,10 +17,12 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 
+from trainer.settings import TrainerSettings
 from turnwise.commands import place as location
 from turnwise.commands import preflight
 from turnwise.commands.place import RunningStack, announced, at_running_proxy, find_running_stack
 from turnwise.commands.preflight import check_database_model
+from turnwise.commands.up import _takes_adapter
 from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
@@ -44,6 +47,7 @@ def model(tmp_path: Path) -> str:
     directory.mkdir()
     for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
         (directory / name).write_text("{}")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
     return str(directory)
 
 
@@ -100,6 +104,12 @@ def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model,
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     assert "pip install tensorboard" in _refused("up", "--model", model)
+
+
+def test_a_model_without_a_chat_template_is_refused_and_the_database_still_takes_another(model):
+    Path(model, "chat_template.jinja").unlink()
+    assert "has no chat template" in _refused("up", "--model", model, "--no-trainer")
+    assert json.loads(invoke("policies", "--json").output) == []
 
 
 def test_a_non_loopback_address_needs_a_key(model):
@@ -256,6 +266,82 @@ def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
     assert output.exit_code == 0, output.output
     assert "# trainer, on GPU 2,3\n" in output.output
     assert "--nproc-per-node 2" in output.output
+
+
+@pytest.fixture
+def four_billion(model: str) -> str:
+    """Give the model weights of 4e9 bfloat16 numbers, in a file without blocks on the disk."""
+    head = json.dumps({"w": {"dtype": "BF16", "shape": [40_000, 100_000], "data_offsets": [0, 8 * 10**9]}}).encode()
+    with Path(model, "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + 8 * 10**9)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer"),
+    [
+        # Of one GPU of 80 GB the engine has 0.4; 16 bytes a parameter are 64 GB, and a frozen one has 4 bytes.
+        ("", "the trainer (kind='full') needs at least 64.0 GB of each of its GPUs, and has 48.0 GB there; set kind="),
+        (
+            'kind = "lora"',
+            "the trainer (kind='lora') needs at least 16.0 GB of each of its GPUs, and has 48.0 GB there",
+        ),
+        # Weights and gradients of 4 bytes; then 2 bytes each, beside masters and moments on the host.
+        ('optimizer_state = "host"', "the trainer (kind='full') needs at least 32.0 GB"),
+        ('optimizer_state = "host"\nweights_dtype = "bfloat16"', "the trainer (kind='full') needs at least 16.0 GB"),
+    ],
+)
+def test_a_dry_run_compares_what_a_kind_needs_with_the_memory_of_the_gpus(four_billion, monkeypatch, settings, trainer):
+    monkeypatch.setattr(engine_command, "num_gpus", lambda: 1)
+    monkeypatch.setattr(engine_command, "gpu_bytes", lambda: [80 * 10**9])
+    Path("turnwise.toml").write_text(f"[trainer]\n{settings}\n")
+    result = invoke("up", "--dry-run", "--model", four_billion)
+    assert trainer in result.output
+    is_refused = "set kind=" in trainer
+    engine = "# engine memory: an engine needs at least 8.0 GB of each of its GPUs, and has 32.0 GB there"
+    assert (result.exit_code, engine in result.output) == (2 if is_refused else 0, not is_refused)
+
+
+def test_flags_of_vllm_may_make_a_model_smaller(four_billion, monkeypatch):
+    monkeypatch.setattr(engine_command, "num_gpus", lambda: 1)
+    monkeypatch.setattr(engine_command, "gpu_bytes", lambda: [8 * 10**9])
+    options = ("up", "--dry-run", "--model", four_billion, "--no-trainer")
+    assert "an engine needs at least 8.0 GB of each of its GPUs, and has 7.4 GB there" in _refused(*options)
+    assert invoke(*options, "--", "--quantization", "fp8").exit_code == 0
+
+
+SHARED, APART = GpuPlan(((0,),), (0,), 0.4), GpuPlan(((0,),), (1,), None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "chosen", "reason"),
+    [
+        (SHARED, 100, {}, "engine and trainer share GPU 0"),
+        (SHARED, 100, {"kind": "full"}, None),
+        (SHARED, 100, {"kind": "lora"}, None),
+        (APART, 100, {}, None),
+        (APART, 2_000_000_000, {}, "the model has 2.0 billion parameters"),
+        (GpuPlan(((),), (), None), 100, {}, None),
+    ],
+)
+def test_an_adapter_is_offered_where_all_weights_are_many_or_share_a_gpu(
+    monkeypatch, model, plan, size, chosen, reason
+):
+    monkeypatch.setattr(preflight, "_num_parameters", lambda _: size)
+    assert preflight.lora_offer(plan, model, TrainerSettings(model=model, **chosen)) == reason
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_takes_the_adapter_by_return_and_a_script_is_not_asked(monkeypatch, capsys):
+    for typed, taken in ((Terminal("\n"), True), (Terminal("n\n"), False), (io.StringIO(""), False)):
+        monkeypatch.setattr(sys, "stdin", typed)
+        assert _takes_adapter("engine and trainer share GPU 0") is taken
+    assert "engine and trainer share GPU 0: an adapter (--kind lora)" in capsys.readouterr().out
 
 
 def test_a_flag_and_a_setting_of_the_proxy_override_the_running_up(monkeypatch):

@@ -14,11 +14,12 @@ from openai import OpenAI
 from support.checkpoints import write_perturbed
 from support.commands import verify
 from support.control_plane import wait_for_status
-from support.engines import RunningEngine
+from support.engines import RunningEngine, running_engine
 from support.migrated import writing
 from support.proxies import running_proxy
 
 from turnwise.processes.engine_command import EngineSettings, build_command
+from turnwise.processes.installation import engine_findings
 from turnwise.store.schema import policy_versions
 
 pytestmark = pytest.mark.engine
@@ -114,3 +115,13 @@ def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file() -> 
     assert built["enable_lora"] is composed["enable_lora"] is True
     assert (built["max_model_len"], built["dtype"], built["max_lora_rank"]) == (4096, "bfloat16", 16)
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@pytest.mark.parametrize(("parser", "verdict"), [("hermes", "ok"), ("llama3_json", "fail"), ("mistral", "fail")])
+def test_the_doctor_finds_a_parser_that_leaves_calls_as_text(
+    small_model_dir: Path, tmp_path: Path, parser: str, verdict: str
+) -> None:
+    """The model is made to say what its template writes for a call; only the first parser knows that form."""
+    with running_engine(small_model_dir, tmp_path / "engine.log", "--tool-call-parser", parser) as running:
+        (found,) = [each for each in engine_findings(running.url) if each.check == "tool calls"]
+    assert (found.verdict, "come back as text" in found.text) == (verdict, verdict == "fail"), found.text

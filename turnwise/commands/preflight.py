@@ -15,7 +15,7 @@ from turnwise.processes.stack import TrainerNeeds
 from turnwise.settings import load_settings
 from turnwise.store import keys, versions
 from turnwise.types import PolicyKind
-from turnwise.version_directory import base_version
+from turnwise.version_directory import base_version, local_files, weight_files
 
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
@@ -25,18 +25,27 @@ if TYPE_CHECKING:
 HUB_SECONDS = 10.0
 
 
+LARGE_MODEL = 1_500_000_000
+"""Parameters from which an adapter is offered: weights, gradients and moments of all of them take 24 GB."""
+ENGINE_MEMORY = 0.92
+"""Share of a GPU's memory that vLLM takes by default."""
+
+
 @dataclass(frozen=True)
 class CheckedStack:
     """What the checks of `turnwise up` found out."""
 
     gpus: GpuPlan
     needs: TrainerNeeds
+    lora_offer: str | None = None
+    """Why an adapter suits this start better than all weights, which nobody chose; None if it does not."""
 
 
-def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
+def check_up(settings: UpSettings, config: Path | None, vllm_flags: tuple[str, ...] = ()) -> CheckedStack:
     """Refuse a `turnwise up` that cannot succeed, and bring its tables up to date."""
     gpus = settings.gpu_plan(engine_command.num_gpus())
-    needs = needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds()
+    trainer = load_trainer(settings, config) if settings.trainer else None
+    needs = TrainerNeeds() if trainer is None else needs_of(trainer)
     proxy = load_proxy(settings, config)
     check_port_is_free("the proxy", proxy.host, proxy.port)
     engine = load_settings(
@@ -56,13 +65,75 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
             "engine_sleep_level in [trainer] needs engines on a GPU, and here they run on the CPU; set it to 0"
         )
     check_model(settings.model)
+    check_memory(gpus, settings.model, trainer, vllm_flags)
     database = settings.database.get_secret_value()
     with opened(database, make_ready=False) as store:
         store.upgrade()
+        with store.read() as conn:
+            is_new = len(versions.list_versions(conn, limit=2)[0]) < 2  # version 0 is the model itself
     check_keys(database, settings.host)
-    if settings.trainer and settings.model is not None and served_model.whole_config(settings.model).get("model_type"):
-        check_trained(load_trainer(settings, config))
-    return CheckedStack(gpus, needs)
+    if trainer is None or settings.model is None:
+        return CheckedStack(gpus, needs)
+    if served_model.whole_config(settings.model).get("model_type"):
+        check_trained(trainer)
+    return CheckedStack(gpus, needs, lora_offer(gpus, settings.model, trainer) if is_new else None)
+
+
+def lora_offer(gpus: GpuPlan, model: str, trainer: TrainerSettings) -> str | None:
+    """Return why an adapter suits better than the whole weights that are the default; None if a setting chose them."""
+    if "kind" in trainer.model_fields_set or (not gpus.trainer and served_model.has_experts(model)):
+        return None
+    size = _num_parameters(model)
+    if size >= LARGE_MODEL:
+        return f"the model has {size / 1e9:.1f} billion parameters"
+    shared = {*gpus.trainer} & {gpu for engine in gpus.engines for gpu in engine}
+    return f"engine and trainer share GPU {min(shared)}" if shared else None
+
+
+def _num_parameters(model: str) -> int:
+    from trainer.settings import num_parameters
+
+    directory = local_files(model)
+    return 0 if directory is None else num_parameters(directory)
+
+
+def check_memory(
+    gpus: GpuPlan, model: str | None, trainer: TrainerSettings | None, vllm_flags: tuple[str, ...]
+) -> dict[str, str]:
+    """Return what engine and trainer need of their GPUs at least, where model and memory are known here.
+
+    Raises:
+        SettingsError: it is more than there is. Flags of vLLM may make the engine need less, so it is not refused then.
+    """
+    sizes, directory = engine_command.gpu_bytes(), None if model is None else local_files(model)
+    if directory is None or not gpus.engines[0] or max(*gpus.engines[0], *gpus.trainer, 0) >= len(sizes):
+        return {}
+    share = gpus.engine_memory or ENGINE_MEMORY
+    size = _num_parameters(str(directory))
+    on_disk = sum(file.stat().st_size for file in weight_files(directory))
+    weights = min(on_disk, 2 * size) / len(gpus.engines[0])  # vLLM rounds float32 to bfloat16
+    notes = {
+        "engine memory": _memory_note(
+            "an engine", weights, share * sizes[gpus.engines[0][0]], may_need_less=bool(vllm_flags)
+        )
+    }
+    if trainer is None:
+        return notes
+    from trainer.model.loading import least_bytes
+
+    needed = least_bytes(trainer, size, len(gpus.trainer))
+    is_shared = any(gpus.trainer[0] in engine for engine in gpus.engines) and not trainer.engine_sleep_level
+    given = sizes[gpus.trainer[0]] * (1 - share * is_shared)
+    return notes | {"trainer memory": _memory_note(f"the trainer (kind='{trainer.kind}')", needed, given)}
+
+
+def _memory_note(who: str, needed: float, given: float, *, may_need_less: bool = False) -> str:
+    note = f"{who} needs at least {needed / 1e9:.1f} GB of each of its GPUs, and has {given / 1e9:.1f} GB there"
+    if needed > given and not may_need_less:
+        raise SettingsError(
+            f"{note}; set kind='lora', name more or other GPUs, or see what docs/gpu.md says about memory"
+        )
+    return note
 
 
 def load_proxy(settings: UpSettings, config: Path | None) -> ProxySettings:
@@ -116,7 +187,9 @@ def check_model(model: str | None) -> None:
     """Refuse a model that is neither a complete directory nor a known id."""
     if model is None:
         if importlib.util.find_spec("torch") is None:
-            raise SettingsError("building the demo's model needs torch: pip install '.[trainer]', or pass --model")
+            raise SettingsError(
+                "building the demo's model needs torch: pip install 'turnwise[trainer]', or pass --model"
+            )
         return
     if engine_command.is_directory(model):
         served_model.check_model_directory(Path(model))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from turnwise.commands import place
 from turnwise.commands.flags import SettingsCommand
@@ -33,12 +36,15 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
 
     place.check_none_runs()
     config = config if config is not None and has_sections(config) else None
-    checked = call_in_child(check_up, settings, config)
+    checked = call_in_child(check_up, settings, config, vllm_flags)
+    if checked.lora_offer is not None and _takes_adapter(checked.lora_offer):
+        settings = settings.model_copy(update={"kind": "lora"})
+        checked = call_in_child(check_up, settings, config, vllm_flags)
     with _interrupted_by_signals():
         try:
             model = settings.model or _own_model(settings)
-            check_database_model(settings.database.get_secret_value(), model)
             check_chat_template(model, vllm_flags)
+            check_database_model(settings.database.get_secret_value(), model)
             stack = Stack(
                 settings,
                 model=model,
@@ -60,28 +66,44 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             print_last_line(print_process_line, "up", "everything is stopped")
 
 
-def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> dict[str, Any]:
-    """Return the commands of the processes for `--dry-run`; the database's URL goes by environment.
+def _takes_adapter(reason: str) -> bool:
+    """Ask a person at the terminal whether to train an adapter; without one, what the settings say is done."""
+    offer = f"{reason}: an adapter (--kind lora) needs a fraction of the memory, and allows named policies"
+    if sys.stdin.isatty():
+        return click.confirm(f"{offer}. Train an adapter instead of all weights?", default=True, err=True)
+    print_process_line("up", f"{offer}; all weights are trained; with --kind full nothing is offered")
+    return False
 
+
+def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None) -> dict[str, Any]:
+    """Return the commands of the processes for `--dry-run`, and what they need of the GPUs' memory.
+
+    The database's URL goes by environment.
     The plan may be for another machine: GPUs that the settings name need not exist here.
     """
-    from turnwise.commands.preflight import load_proxy, load_trainer, needs_of
+    from turnwise.commands.preflight import check_memory, load_proxy, load_trainer, needs_of
     from turnwise.processes.engine_command import num_gpus
     from turnwise.processes.stack import Stack, TrainerNeeds
 
     config = config if config is not None and has_sections(config) else None
     named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
+    trainer = load_trainer(settings, config) if settings.trainer else None
+    plan = settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named))))
     stack = Stack(
         settings,
         model=settings.model or str(_own_model_directory(settings)),
-        gpus=settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
-        needs=needs_of(load_trainer(settings, config)) if settings.trainer else TrainerNeeds(),
+        gpus=plan,
+        needs=TrainerNeeds() if trainer is None else needs_of(trainer),
         config=config,
         engine_wait_seconds=_engine_wait_seconds(load_proxy(settings, config)),
         vllm_flags=vllm_flags,
     )
     gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
-    return {"commands": {child.name: list(child.argv) for child in stack.children()}, "gpus": gpus}
+    return {
+        "notes": check_memory(plan, settings.model, trainer, vllm_flags),
+        "commands": {child.name: list(child.argv) for child in stack.children()},
+        "gpus": gpus,
+    }
 
 
 def _engine_wait_seconds(proxy: ProxySettings) -> float | None:
