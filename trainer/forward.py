@@ -26,7 +26,7 @@ from trainer.model.loading import model_class, read_config
 from turnwise.sampling import temperature_of
 from turnwise.store.turns import TurnView
 from turnwise.support import unpack
-from turnwise.types import PolicyKind, PolicyVersion
+from turnwise.types import PolicyKind, PolicyVersion, image_digests
 from turnwise.verify.records import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
 
@@ -80,6 +80,8 @@ class ForwardChecker:
     def _processors(self, view: TurnView) -> TurnProcessors | str | None:
         """Return what the engine applied to the turn's logits beside a scale, or why it cannot be applied again."""
         turn = view.turn
+        if image_digests(view.messages):
+            return "with images, whose logprobs the trainer checks"
         if turn.policy_version_first != turn.policy_version_last:
             return "sampled under two versions"
         version = self._versions.get(turn.policy_version_first)

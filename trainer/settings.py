@@ -166,6 +166,9 @@ class TrainerSettings(SelectionRule):
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers that get an adapter; by default all of the language model that engines serve adapters
     of, which `turnwise train --dry-run` lists."""
+    vision: Literal["frozen", "projector", "all"] = "frozen"
+    """What of a model that sees is trained beside its language model, with `kind = "full"`: nothing, what turns images
+    into embeddings, or the vision tower too."""
     compile: bool = False
     """Compile the forward pass. It slows the start and pays in long runs."""
     multi_devices: bool = False

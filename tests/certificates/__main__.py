@@ -47,9 +47,9 @@ changes.
 REFUSED = "\n*Refused* is before any token is sampled, and says why:\n\n"
 NOTES = """
 On a CPU, vLLM has no kernel for adapters of mixtures of experts: `turnwise engine --lora` refuses them. Adapters never
-change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers. Images are served by vLLM
-and not trained. An engine with `--lora` does not load whole weights of Granite 4. LFM2 is computed otherwise by vLLM's
-CPU build before anything is loaded; the trainer's comparison of logprobs refuses its sessions.
+change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers
+([images.md](images.md)). An engine with `--lora` does not load whole weights of Granite 4. LFM2 is computed
+otherwise by vLLM's CPU build before anything is loaded; the trainer's comparison of logprobs refuses its sessions.
 """
 
 

@@ -29,6 +29,8 @@ from turnwise.errors import BatchRefused
 from turnwise.settings import FromJson
 from turnwise.types import Json, TokenIds
 
+MEDIA = "media: a corrected session has images, and a teacher gets token ids alone"
+
 
 class Correction(Weighed):
     """Imitation of the replies that a teacher gives with the correction in its prompt."""
@@ -57,8 +59,10 @@ class Correction(Weighed):
             for experience, reason in zip(offer.experiences, offer.reasons, strict=True)
             if (reason or NO_TRAINABLE_TURN).startswith(NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
         ]
+        seeing = {experience.group_key for experience in corrected if experience.images}
+        corrected = [experience for experience in corrected if experience.group_key not in seeing]
         kept = {experience.group_key for experience in corrected}
-        refused = dict.fromkeys(offer.keys, "no_correction") | offer.refused
+        refused = dict.fromkeys(offer.keys, "no_correction") | dict.fromkeys(seeing, MEDIA) | offer.refused
         return Selection(
             experiences=corrected,
             advantages=[_of_corrected(experience) for experience in corrected],

@@ -146,6 +146,8 @@ class Teachers:
 
     def _score_chain(self, batch: Batch, member: int, teacher: Teacher) -> np.ndarray | Unscored:
         places = batch.table.place[batch.tokens_of[member]]
+        if batch.experiences[member].images:
+            return Unscored("images", "it has images, and a teacher gets token ids alone")
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
         try:

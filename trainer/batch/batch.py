@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.batch.forest import Forest, Indices, Layout, side_by_side
+from trainer.batch.forest import Forest, Indices, Keys, Layout, side_by_side
 from trainer.batch.processors import RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors, is_known, processors_of, temperatures
 from trainer.batch.selection import why_untrainable
-from turnwise.chains import Experience
-from turnwise.types import SessionKey, TokenIds
+from turnwise.chains import Experience, token_keys
+from turnwise.types import PlacedImage, SessionKey, TokenIds
 
 Aggregation = Literal["token_mean", "session_mean", "session_sum"]
 Reals = npt.NDArray[np.float32]
@@ -60,6 +60,11 @@ class Row:
     token: Indices
     routing: Indices | None = None
     """Experts of each row token by layer, -1 where they are not known. [N, layers, experts a token]"""
+    pictured: Sequence[tuple[Indices, Sequence[PlacedImage]]] = ()
+    """The places of each chain that has images, with these."""
+
+    def images(self) -> Iterator[tuple[Indices, PlacedImage]]:
+        return ((path, image) for path, images in self.pictured for image in images)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,8 @@ class Batch:
     mu: float = 0.0
     turns: Sequence[Sequence[SampledTurn | None]]
     """The turns of each experience whose logits were processed; None for those that were only scaled."""
+    keys: Sequence[Keys]
+    """The tokens of each experience, as they are compared: equal tokens of different images differ."""
 
     @property
     def has_imported(self) -> bool:
@@ -152,6 +159,7 @@ def build(
         num_sampled=num_sampled,
         mu=mu,
         turns=[_processed(experience) for experience in experiences],
+        keys=[token_keys(experience.tokens, experience.images) for experience in experiences],
     )
 
 
@@ -289,10 +297,10 @@ def _sampled_by(experience: Experience, version: int) -> bool:
     return experience.policy_version_first == experience.policy_version_last == version
 
 
-def _inputs(batch: Batch, member: int) -> TokenIds:
+def _inputs(batch: Batch, member: int) -> Keys:
     """Return the tokens that must be computed: nothing after the last trained token's predecessor."""
     last = batch.table.place[batch.tokens_of[member][-1]]
-    return batch.experiences[member].tokens[:last]
+    return batch.keys[member][:last]
 
 
 def _forest_row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
@@ -302,12 +310,28 @@ def _forest_row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
 
 def _row(batch: Batch, members: Sequence[int], layout: Layout, places: Sequence[Indices]) -> Row:
     trained = [batch.tokens_of[member] for member in members]
+    pictured = list(_pictured(batch, members, places))
+    if pictured:
+        tokens = layout.tokens.astype(np.int32)
+        for member, own in zip(members, places, strict=True):
+            tokens[own] = batch.experiences[member].tokens[: len(own)]
+        layout = dataclasses.replace(layout, tokens=tokens)
     return Row(
         layout=layout,
         predictor=np.concatenate([own[batch.table.place[of] - 1] for own, of in zip(places, trained, strict=True)]),
         token=np.concatenate(trained),
         routing=_routing([batch.experiences[member].routed_experts for member in members], places, len(layout.tokens)),
+        pictured=pictured,
     )
+
+
+def _pictured(
+    batch: Batch, members: Sequence[int], places: Sequence[Indices]
+) -> Iterator[tuple[Indices, Sequence[PlacedImage]]]:
+    for member, own in zip(members, places, strict=True):
+        images = batch.experiences[member].images
+        if inside := [image for image in images if image.offset + image.length <= len(own)]:
+            yield own, inside
 
 
 def _routing(routed: Sequence[npt.NDArray[np.int16] | None], places: Sequence[Indices], length: int) -> Indices | None:

@@ -1,6 +1,6 @@
 """Token sequences as a forest, in which a prefix that several share is computed once, and the masks of its attention.
 
-Sharing is decided by the token ids alone. A chain, its branches, and other rollouts of the same task are inserted into
+Sharing is decided by the tokens alone. A chain, its branches, and other rollouts of the same task are inserted into
 one radix tree. The tree is laid out in preorder, so the descendants of a token are the places from its own to the end
 of its subtree. **The rule of attention**: token q sees token k where k ≤ q < subtree_end[k], that is, itself and its
 ancestors. A token's position is its depth, so every root-to-leaf path computes exactly what it would compute alone.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from turnwise.types import TokenIds
-
 Indices = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.integer[Any]]
+"""Tokens as they are compared: ids, and other numbers where two tokens of one id differ."""
 Marks = npt.NDArray[np.bool_]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Returns for batch, head, query and key whether the query sees the key."""
@@ -32,7 +33,7 @@ BLOCK = 128
 
 @dataclasses.dataclass(slots=True)
 class _Segment:
-    tokens: TokenIds
+    tokens: Keys
     depth: int
     children: dict[int, _Segment] = dataclasses.field(default_factory=dict)
     start: int = -1
@@ -42,7 +43,7 @@ class _Segment:
 class Layout:
     """A forest laid out as one row: a segment comes after all of its ancestors."""
 
-    tokens: TokenIds
+    tokens: Keys
     """[N]"""
     positions: Indices
     """Depth of each token, as the model's position id. [N]"""
@@ -61,7 +62,7 @@ class Forest:
         self._top = _Segment(np.empty(0, np.int32), 0)
         self.num_tokens = 0
 
-    def insert(self, tokens: TokenIds) -> None:
+    def insert(self, tokens: Keys) -> None:
         """Add a sequence; tokens that it has in common with the beginning of another cost nothing."""
         segment, done = self._top, 0
         while done < len(tokens):
@@ -75,7 +76,7 @@ class Forest:
                 _split(child, shared)
             segment, done = child, done + shared
 
-    def num_new_tokens(self, tokens: TokenIds) -> int:
+    def num_new_tokens(self, tokens: Keys) -> int:
         segment, done = self._top, 0
         while done < len(tokens):
             child = segment.children.get(int(tokens[done]))
@@ -113,10 +114,10 @@ class Forest:
             subtree_end=np.repeat(ends, lengths),
         )
 
-    def places(self, tokens: TokenIds) -> Indices:
+    def places(self, tokens: Keys) -> Indices:
         return np.concatenate(list(self._walk(tokens)))
 
-    def _walk(self, tokens: TokenIds) -> Iterator[Indices]:
+    def _walk(self, tokens: Keys) -> Iterator[Indices]:
         segment, done = self._top, 0
         while done < len(tokens):
             segment = segment.children[int(tokens[done])]
@@ -125,7 +126,7 @@ class Forest:
             done += length
 
 
-def side_by_side(sequences: Sequence[TokenIds]) -> tuple[Layout, list[Indices]]:
+def side_by_side(sequences: Sequence[Keys]) -> tuple[Layout, list[Indices]]:
     lengths = [len(tokens) for tokens in sequences]
     ends = np.cumsum(lengths)
     layout = Layout(
@@ -136,7 +137,7 @@ def side_by_side(sequences: Sequence[TokenIds]) -> tuple[Layout, list[Indices]]:
     return layout, [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
-def _common_prefix(left: TokenIds, right: TokenIds) -> int:
+def _common_prefix(left: Keys, right: Keys) -> int:
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if len(different) else length

@@ -176,6 +176,8 @@ class PolicyAgent:
                 f"beyond_positions: a chain has {len(experience.tokens)} tokens, and the model {positions} positions: "
                 f"train the model that was served, or set max_chain_tokens={positions}"
             )
+        if experience.images and (unseen := self.policy.why_unseen(experience)) is not None:
+            return unseen
         replay = self.policy.replay
         reason = None if replay is None else replay.refusal(experience)
         return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"

@@ -8,7 +8,7 @@ tokens of it, M of the batch, U distinct predictors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ class RowInputs:
     tokens: Tensor
     """[R, N]; behind a chain that is shorter than the longest, padding that none of its tokens sees."""
     positions: Tensor
-    """[R, N]"""
+    """[R, N]; [3, R, N] with images in a model whose tokens of an image have three"""
     mask: Tensor | BlockMask | None
     """Who sees whom; None where causal attention is all that is needed."""
     keep: Tensor
@@ -52,6 +52,19 @@ class RowInputs:
     """Which trained tokens of the row these are; None for all of them."""
     kept: Tensor | None = None
     """Which of the R · C logits are those of the U places; None for one sequence, where all of them are. [U]"""
+    images: RowImages | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowImages:
+    """The distinct images of a row, with F features in all, and the P places of the row that get one."""
+
+    pixels: Sequence[Mapping[str, Tensor]]
+    """What the model's vision part takes of each image."""
+    places: Tensor
+    """In the row's sequences, one behind the other; ascending. [P]"""
+    source: Tensor
+    """Which feature each place gets. [P]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

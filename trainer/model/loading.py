@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,10 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "generation_config.json",
+    "*processor_config.json",
 )
+PROJECTOR = re.compile(r"connector|projector|merger")
+"""Names of what turns the output of a vision tower into embeddings."""
 LORA_ALPHA = 32
 """An adapter is scaled by `LORA_ALPHA / lora_rank`. With one constant for all ranks, the best learning rate hardly
 depends on the rank. Schulman et al. 2025, "LoRA Without Regret"."""
@@ -128,6 +132,11 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
             "the model that is not quantised"
         )
     if spec.kind is PolicyKind.LORA:
+        if spec.vision != "frozen":
+            raise SettingsError(
+                f"vision={spec.vision!r} trains whole weights, and kind='lora' an adapter: name the layers of the "
+                "vision part in lora_targets, or set kind='full'"
+            )
         return
     if config.model_type in NOT_RELOADED:
         raise SettingsError(
@@ -256,6 +265,9 @@ def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
         model.requires_grad_(requires_grad=False)
         for part in (model.get_decoder(), model.get_output_embeddings()):
             part.requires_grad_(requires_grad=True)
+        for name, parameter in model.named_parameters():
+            if spec.vision == "all" or (spec.vision == "projector" and PROJECTOR.search(name)):
+                parameter.requires_grad_(requires_grad=True)
     model.train()
     return _without_dropout(cast("nn.Module", model))
 

@@ -51,13 +51,16 @@ from trainer.model.loading import (
 from trainer.model.published import by_published_names, carried, check_names
 from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import measured_alone, why_alone
+from trainer.model.vision import Vision
 from trainer.settings import TrainerSettings
-from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.chains import Experience
+from turnwise.errors import BadCheckpoint, BatchRefused, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, why_not_plain
 
 log = logging.getLogger(__name__)
 
+NO_VISION = "{!r} sees none: train the model that was served, in one process"
 STRETCHED_ROPE = ("linear", "dynamic", "yarn")
 """Rotary embeddings whose factor may come on top of `max_position_embeddings`."""
 
@@ -119,6 +122,7 @@ class Policy:
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
         self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
+        self.vision = Vision.of(self._base, self.spec.model, self.device) if self.mesh_axis is None else None
         self.num_ids = int(self.config.vocab_size)
         self._head = self._own_head() if self.mesh_axis is None else None
         self._tied: set[str] = set()
@@ -261,11 +265,23 @@ class Policy:
         """Return a row's tensors on the device; may be called in a thread while another row is computed."""
         tokens = row, temperature, target, processors
         if self._context is None:
-            return row_inputs(*tokens, self.attention, self.device, shares=self.why_alone is None)
+            inputs = row_inputs(*tokens, self.attention, self.device, shares=self.why_alone is None)
+            return self._with_images(row, inputs) if row.pictured else inputs
         config = self.config
         attention = 12.0 * config.num_hidden_layers * _attention_width(config)
         part = part_of(row.layout, self._context, attention / (6.0 * self._num_weights))
         return part_inputs(*tokens, self.attention, self.device, part)
+
+    def _with_images(self, row: Row, inputs: RowInputs) -> RowInputs:
+        if self.vision is None:
+            raise BatchRefused(f"a row has images, and {NO_VISION.format(self.spec.model)}")
+        return self.vision.placed(row, inputs)
+
+    def why_unseen(self, experience: Experience) -> str | None:
+        """Return why the images of a chain cannot be computed; None where they can."""
+        if self.vision is None:
+            return f"media_model: {NO_VISION.format(self.spec.model)}"
+        return self.vision.why_unseen(experience, self._plain_logprobs)
 
     def logprobs(self, inputs: RowInputs) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of the row's trained tokens, both [m] in float32."""
@@ -323,11 +339,16 @@ class Policy:
             arguments["logits_to_keep"] = inputs.keep
         if self.replay is not None:
             self.replay.use(inputs.routing)
-        with self._autocast():
+        with self._autocast(), self._shown(inputs):
             logits_RCV = self.model(**arguments).logits
         if not self._keeps_logits:
             logits_RCV = logits_RCV[:, inputs.keep]
         return cast("Tensor", logits_RCV[0] if inputs.kept is None else logits_RCV.flatten(0, 1)[inputs.kept])
+
+    def _shown(self, inputs: RowInputs) -> contextlib.AbstractContextManager[None]:
+        if inputs.images is None or self.vision is None:
+            return contextlib.nullcontext()
+        return self.vision.shown(inputs.images)
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""

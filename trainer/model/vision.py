@@ -1,0 +1,290 @@
+"""Images in a packed row: the pixels that the engine saw, encoded once, in the places that turns store.
+
+transformers puts images where their placeholder's id is found. A reply may contain a sampled placeholder, and some
+models accept an image too many, so here an image stands in its stored places and nothing is searched for. The decoder
+gets its embeddings through a hook: the rest of the forward pass is that of a row of text. Legend: N tokens of a row, R
+sequences of it, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cachetools
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from trainer.batch.batch import Row
+from trainer.batch.forest import Indices, side_by_side
+from trainer.model.inputs import RowImages, RowInputs, on_device
+from turnwise.chains import Experience
+from turnwise.engine_plugin.images import pixels_digest, processor_digest
+from turnwise.errors import BatchRefused
+from turnwise.types import PlacedImage
+
+Pixels = Mapping[str, Tensor]
+"""What the model's processor makes of one image: arguments of `get_image_features`."""
+PIXEL_BYTES = 1 << 30
+"""Processed images that are kept between rows."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+BACKENDS = ("torchvision", "pil")
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Mean |ours − the model's own forward pass| of a token, in nats, up to which both are the same in a precision."""
+SIZES_DIM = 2
+"""Dimensions of a tensor of sizes, such as the numbers of an image's patches; masks of pixels have more."""
+AFTER = 8
+"""Tokens behind an image that are compared."""
+
+
+class Unseen(Exception):
+    """An image is not what the engine saw."""
+
+
+class Vision:
+    """The part of a model that sees, and the processor of its pixels."""
+
+    def __init__(self, model: Any, source: str, device: torch.device) -> None:
+        self._model = model
+        self._source = source
+        self._device = device
+        self._arguments = inspect.signature(model.get_image_features).parameters
+        self._rope: Any = getattr(model.base_model, "get_rope_index", None)
+        """Positions of models whose tokens of an image have three; None for models that count tokens."""
+        self._processors: dict[str, Any] = {}
+        self._pixels_of: cachetools.LRUCache[tuple[str, ...], Pixels] = cachetools.LRUCache(PIXEL_BYTES, _num_bytes)
+        self._num_features: dict[tuple[object, ...], int] = {}
+        self._why_other: str | None = "not measured"
+
+    @classmethod
+    def of(cls, model: Any, source: str, device: torch.device) -> Vision | None:
+        return cls(model, source, device) if hasattr(model, "get_image_features") else None
+
+    def why_unseen(self, experience: Experience, logprobs: Callable[[Row, Tensor], Tensor]) -> str | None:
+        """Return why the images of a chain cannot be computed as the engine saw them; None where they can.
+
+        `logprobs` returns those of these tokens in a row, [m].
+        """
+        try:
+            for image in experience.images:
+                self._pixels(image)
+        except Unseen as error:
+            return f"media_processor: image {image.digest[:12]} is not what the engine saw: {error}"
+        if self._why_other == "not measured":
+            self._why_other = self._measured(experience, logprobs)
+        return self._why_other
+
+    def placed(self, row: Row, inputs: RowInputs) -> RowInputs:
+        """Return a row's inputs with its images; may be called in a thread while another row is computed.
+
+        Raises:
+            BatchRefused: An image is not what the engine saw, of a chain that was not asked for by `why_unseen`.
+        """
+        flat = _flat_places(row, inputs)
+        numbers: dict[tuple[str, ...], int] = {}
+        every: list[Pixels] = []
+        starts, places, sources = [0], list[Indices](), list[Indices]()
+        try:
+            for path, image in row.images():
+                number = numbers.setdefault(_key(image), len(every))
+                if number == len(every):
+                    every.append(self._pixels(image))
+                    starts.append(starts[-1] + self._count(every[-1]))
+                places.append(flat[path[_embedded(image)]])
+                sources.append(np.arange(starts[number], starts[number + 1]))
+        except Unseen as error:
+            raise BatchRefused(f"an image is not what the engine saw: {error}") from error
+        # Chains share the places of an image in their trunk.
+        distinct, first = np.unique(np.concatenate(places), return_index=True)
+        return dataclasses.replace(
+            inputs,
+            positions=inputs.positions if self._rope is None else self._positions(row, inputs, flat),
+            images=RowImages(
+                pixels=[{name: on_device(value, self._device) for name, value in one.items()} for one in every],
+                places=on_device(torch.from_numpy(distinct), self._device),
+                source=on_device(torch.from_numpy(np.concatenate(sources)[first]), self._device),
+            ),
+        )
+
+    @contextlib.contextmanager
+    def shown(self, images: RowImages) -> Iterator[None]:
+        """Give the decoder the features of a row's images in the block."""
+        found = [self._features(pixels) for pixels in images.pixels]
+        features, *deep = (torch.cat(each)[images.source] for each in zip(*found, strict=True))
+
+        def embed(_decoder: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            embedded_RNH: Tensor = named["inputs_embeds"]
+            shape = embedded_RNH.shape
+            whole = embedded_RNH.flatten(0, 1).index_copy(0, images.places, features.to(embedded_RNH.dtype))
+            named["inputs_embeds"] = whole.view(shape)
+            if deep:
+                seen = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=whole.device)
+                named["visual_pos_masks"] = seen.index_fill(0, images.places, value=True).view(shape[:2])
+                named["deepstack_visual_embeds"] = deep
+            return arguments, named
+
+        hook = self._model.get_decoder().register_forward_pre_hook(embed, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _measured(self, experience: Experience, logprobs: Callable[[Row, Tensor], Tensor]) -> str | None:
+        """Return by how much a text with one image differs from the model's own forward pass; None where it does not.
+
+        So a model whose tokens of an image see one another, for example, is refused.
+        """
+        first, *others = experience.images
+        stop = min([first.offset + first.length + AFTER, *(other.offset for other in others)])
+        tokens = experience.tokens[:stop].astype(np.int64)
+        seen = np.isin(np.arange(len(tokens)), _embedded(first))
+        tokens[(tokens == self._model.config.image_token_id) & ~seen] = 0  # a sampled placeholder
+        layout, (path,) = side_by_side([tokens])
+        ours = logprobs(
+            Row(layout=layout, predictor=path[:-1], token=path[1:], pictured=[(path, (first,))]),
+            torch.from_numpy(tokens[1:]),
+        )
+        text = {
+            "input_ids": torch.from_numpy(tokens)[None],
+            "mm_token_type_ids": torch.from_numpy(seen.astype(np.int64))[None],
+        }
+        accepted = inspect.signature(self._model.forward).parameters
+        given = {name: value for name, value in text.items() if name in accepted} | dict(self._pixels(first))
+        try:
+            with torch.no_grad():
+                logits = self._model(**{name: value.to(self._device) for name, value in given.items()}).logits[0]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            return f"media_model: {self._source!r} computes no image here ({str(error)[:200]})"
+        own = logits[:-1].float().log_softmax(-1).gather(1, text["input_ids"][0, 1:, None].to(self._device))[:, 0].cpu()
+        gap, allowed = float((own - ours).abs().mean()), TOLERANCE.get(logits.dtype, 0.1)
+        if gap <= allowed:
+            return None
+        return f"media_model: {self._source!r} computes images in another way, which differs by {gap:.2g} nats a token"
+
+    def _features(self, pixels: Pixels) -> list[Tensor]:
+        """Return an image's embeddings, and for a model with a deep stack what is added in each of its first layers."""
+        found = self._model.get_image_features(**pixels, return_dict=True)
+        return [_joined(each) for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
+
+    def _count(self, pixels: Pixels) -> int:
+        """Return the number of an image's features, which is computed once for each shape."""
+        shape = tuple(
+            (name, value.shape if value.is_floating_point() or value.ndim > SIZES_DIM else value.numpy().tobytes())
+            for name, value in pixels.items()
+        )
+        if shape not in self._num_features:
+            with torch.no_grad():
+                found = self._features({name: value.to(self._device) for name, value in pixels.items()})
+            self._num_features[shape] = len(found[0])
+        return self._num_features[shape]
+
+    def _positions(self, row: Row, inputs: RowInputs, flat: Indices) -> Tensor:
+        """Return three positions of each token, which depend on its ancestors alone. [3, R, N]."""
+        positions = torch.zeros(3, inputs.tokens.numel(), dtype=torch.long)
+        positions[:, flat] = torch.from_numpy(row.layout.positions)
+        for path, images in row.pictured:
+            kinds = torch.zeros(1, len(path), dtype=torch.long)
+            for image in images:
+                kinds[0, _embedded(image)] = 1
+            grids = torch.cat([self._pixels(image)["image_grid_thw"] for image in images])
+            tokens = torch.from_numpy(row.layout.tokens[path].astype(np.int64))[None]
+            found, _ = self._rope(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
+            positions[:, flat[path]] = found[:, 0]
+        return on_device(positions.view(3, *inputs.tokens.shape), self._device)
+
+    def _pixels(self, image: PlacedImage) -> Pixels:
+        """Return what the model's processor makes of an image.
+
+        Raises:
+            Unseen: It cannot be read, or the engine's processor made something else of it.
+        """
+        key = _key(image)
+        if key in self._pixels_of:
+            return self._pixels_of[key]
+        if not image.content:
+            raise Unseen("its file is deleted")
+        try:
+            pixels = self._processed(image)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise Unseen(f"it cannot be read: {error}") from error
+        num_tokens, num_features = sum(length for _, length in image.runs), self._count(pixels)
+        if num_tokens != num_features:
+            raise Unseen(f"it has {num_tokens} tokens in its turn, and {num_features} features here")
+        self._pixels_of[key] = pixels
+        return pixels
+
+    def _processed(self, image: PlacedImage) -> Pixels:
+        known = self._known_processors()
+        processor = known.get(image.processor, next(iter(known.values())))
+        picture = opened(image.content)
+        made = processor([picture], return_tensors="pt")
+        dtype = image.pixels.partition(":")[0]
+        if dtype == "uint8":  # the engine scales and normalises on its device
+            values = processor([picture], return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
+        else:
+            values = made["pixel_values"]
+        is_same = image.processor in known or not image.processor
+        if image.pixels:
+            is_same = pixels_digest(values.to(getattr(torch, dtype))) == image.pixels
+        if not is_same:
+            raise Unseen(
+                f"its processor is none of {', '.join(type(one).__name__ for one in known.values())} with the settings "
+                f"of {self._source!r}: train the model that was served, with the engine's transformers, and with "
+                "torchvision if it has it"
+            )
+        return {name: value for name, value in made.items() if name in self._arguments}
+
+    def _known_processors(self) -> dict[str, Any]:
+        """Return the model's image processors by their digest: one for each backend that is installed here."""
+        from transformers import AutoImageProcessor
+
+        for backend in () if self._processors else BACKENDS:
+            processor = AutoImageProcessor.from_pretrained(self._source, backend=backend)
+            self._processors.setdefault(processor_digest(processor), processor)
+        return self._processors
+
+
+def opened(content: bytes) -> Image.Image:
+    """Return an image as vLLM opens it: upright, and white where it is transparent."""
+    image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+    with contextlib.suppress(Exception):  # vLLM ignores a broken note of the orientation
+        image = ImageOps.exif_transpose(image)
+    image.load()
+    if image.mode == "RGB":
+        return image
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image.convert("RGB")
+    whole = image.convert("RGBA")
+    white = Image.new("RGB", image.size, (255, 255, 255))
+    white.paste(whole, mask=whole.getchannel("A"))
+    return white
+
+
+def _key(image: PlacedImage) -> tuple[str, ...]:
+    return image.digest, image.processor, image.pixels
+
+
+def _embedded(image: PlacedImage) -> Indices:
+    """Return the places of an image's features in its chain; the rest of its range marks borders and rows."""
+    return np.concatenate([np.arange(start, start + length) for start, length in image.runs])
+
+
+def _flat_places(row: Row, inputs: RowInputs) -> Indices:
+    """Return the place of each token of the row in its sequences, one behind the other. [N]."""
+    num_sequences, width = inputs.tokens.shape
+    column = row.layout.positions
+    return np.arange(len(column)) if num_sequences == 1 else (np.cumsum(column == 0) - 1) * width + column
+
+
+def _joined(features: Any) -> Tensor:
+    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
+
+
+def _num_bytes(pixels: Pixels) -> int:
+    return sum(value.nbytes for value in pixels.values())
