@@ -222,20 +222,21 @@ async def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
 
 async def _get(session: aiohttp.ClientSession, url: str, max_bytes: int) -> tuple[bytes, str | None]:
     """Return the file, or what the answer redirects to."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or parts.username is not None:
+    named = urlsplit(url)
+    if named.scheme not in ("http", "https") or named.username is not None:
         raise _refused(url, "it is fetched by http or https only, without a user name", "invalid_image_url")
     async with session.get(url, allow_redirects=False, headers={"accept": "image/*"}) as answer:
         if answer.status in REDIRECTS and "location" in answer.headers:
             return b"", answer.headers["location"]
         if answer.status != HTTPStatus.OK:
             raise _refused(url, f"its server answered {answer.status}", "image_not_fetched")
-        content = b""
-        async for part in answer.content.iter_chunked(2**16):
-            content += part
-            if len(content) > max_bytes:
+        parts, num_bytes = [], 0
+        async for part in answer.content.iter_any():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
-        return content, None
+        return b"".join(parts), None
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -222,8 +222,8 @@ def places_text(prompt: Any, settings: str, pixels: dict[str, str]) -> str:
 
 
 def _pixels_of(item: Any) -> Any:
-    found = (item[name].data for name in sorted(item or ()) if name.startswith("pixel_values"))
-    return next(found, None)
+    named = (item[name].data for name in sorted(item or ()) if name.startswith("pixel_values"))
+    return next((pixels for pixels in named if hasattr(pixels, "detach")), None)  # some models have lists of tensors
 
 
 def _runs(embedded: Any) -> list[tuple[int, int]]:
@@ -237,7 +237,7 @@ def _runs(embedded: Any) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=4)
 def _settings_digest(processor: Any) -> str:
     found = getattr(processor.info.get_hf_processor(), "image_processor", None)
-    return "" if found is None else processor_digest(found)
+    return processor_digest(found) if hasattr(found, "to_dict") else ""
 
 
 def processor_digest(image_processor: Any) -> str:

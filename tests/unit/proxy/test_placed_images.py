@@ -85,7 +85,8 @@ def test_places_are_read_from_a_reply_and_taken_out_of_it() -> None:
         return {name: {"image": value} for name, value in held.items()}
 
     first = places_text(prompt({"pixel_values": pixels}, None), "settings", kept)
-    again = places_text(prompt(None, None), "settings", kept)
+    tensors = types.SimpleNamespace(data=[torch.ones(2, 2)])
+    again = places_text(prompt(None, {"pixel_values": tensors}), "settings", kept)
     assert again == first
     digest = pixels_digest(torch.ones(2, 2))
     assert digest.startswith("float32:")
