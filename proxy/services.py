@@ -96,6 +96,7 @@ class Services:
             )
         )
         """Where routes that no engine serves are passed to; None if nowhere."""
+        self.pool.divides_time = any("engine_second" in table for table in settings.prices.values())
         self.model_names = ModelNames(settings.model_names, self.pool, database)
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
         self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)

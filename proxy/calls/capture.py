@@ -6,11 +6,13 @@ later one. Each turn has one outcome.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -25,9 +27,11 @@ from proxy.sessions.forest import EncodedIds, KnownTurn, count_ids, encoded, ids
 from proxy.sessions.memory import known_turn
 from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
+from proxy.settings import ProxySettings
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
 from turnwise.store.media import Media
+from turnwise.store.turns import Charge
 from turnwise.types import Json, Outcome, TokenIds, image_digests, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
@@ -54,6 +58,10 @@ class Running:
     captured: Captured = dataclasses.field(default_factory=Captured)
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     started: float = dataclasses.field(default_factory=time.perf_counter)
+    key_id: str = ""
+    """The API key that the call is charged to."""
+    engine_share: float = 0.0
+    """The engine's `call_share` when the call was admitted."""
     num_prompt_tokens: int = 0
     """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
     first_token_at: float | None = None
@@ -302,6 +310,28 @@ def _outcome(
     # The conversation contains replies, and no stored tokens are used for them.
     is_retokenised = place.parent is None and place.reason is not None and place.conversation.num_replied > 0
     return (Outcome.RETOKENISED if is_retokenised else Outcome.EXACT), place.reason
+
+
+def charge(
+    running: Running, turns: list[NewTurn], settings: ProxySettings, policies: Mapping[int, str]
+) -> Charge | None:
+    """Return what a call costs; None where no table of prices fits it."""
+    lane, policy_id = running.lane, running.place.live.session.policy_id
+    assert lane is not None
+    names = f"policy:{policies.get(policy_id)}", f"model:{lane.engine.model}", f"engine:{lane.engine.url}", "*"
+    table = next((settings.prices[name] for name in names if name in settings.prices), None)
+    if table is None:
+        return None
+    nothing, num_prompt, num_cached = Decimal(0), turns[0].prompt_length, 0
+    with contextlib.suppress(*NOT_A_COMPLETION, ValueError):  # an engine need not say it
+        said = msgspec.json.decode(running.captured.usage)["prompt_tokens_details"]["cached_tokens"]
+        num_cached = min(num_prompt, max(0, int(said)))
+    tokens = table.get("prompt", nothing) * (num_prompt - num_cached)
+    tokens += table.get("cached", table.get("prompt", nothing)) * num_cached
+    tokens += table.get("sampled", nothing) * sum(len(turn.token_ids) for turn in turns)
+    seconds = Decimal(lane.engine.divide_time() - running.engine_share)
+    cost = tokens / 10**6 + table.get("engine_second", nothing) * seconds
+    return running.key_id, policy_id, settings.currency, cost
 
 
 def remembered(running: Running, turns: list[NewTurn]) -> list[KnownTurn]:

@@ -80,6 +80,8 @@ class Relay:
         self._writer = writer
         self._metrics = metrics
         self._max_reply_bytes = settings.max_reply_bytes
+        self._settings = settings
+        self._needs_usage = any("cached" in table for table in settings.prices.values())
 
     async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
         """Find the call's session; the caller gives the place to `Sessions.release` once.
@@ -91,7 +93,7 @@ class Relay:
         place = await self._sessions.find(call, principal, attempt.digest)
         if EXPLORED in call.notes:
             self._metrics.explored.inc()
-        return Running(call, place, attempt, has_waited)
+        return Running(call, place, attempt, has_waited, key_id=principal.root_key_id)
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
@@ -168,6 +170,10 @@ class Relay:
             place.live.session, call.policy_version, has_waited=running.has_waited
         )
         running.version_first = running.version_last = lane.sampled_version
+        running.engine_share = lane.engine.call_share
+        if self._needs_usage and call.stream and not call.body.get("stream_options"):
+            call.body = {**call.body, "stream_options": {"include_usage": True}}
+            running.captured.hides_usage = True
         self._faults.point("before_engine")
         headers = {"x-request-id": running.attempt.call_id}
         try:
@@ -255,6 +261,8 @@ class Relay:
         """
         place, metrics = running.place, self._metrics
         running.num_prompt_tokens = turns[0].prompt_length
+        if self._settings.prices and running.lane is not None:
+            turns[0].charge = capture.charge(running, turns, self._settings, self._pool.policy_names)
         self._faults.point("before_commit")
         is_first = await self._append(running, turns)
         self._faults.point("after_commit_before_reply")

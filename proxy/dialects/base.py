@@ -166,6 +166,10 @@ class Captured:
     models: set[str] = dataclasses.field(default_factory=set)
     """The models and adapters that the engine says it has sampled with; one, unless it has mixed calls up."""
     has_routing: bool = False
+    usage: bytes = b"null"
+    """The engine's last count of tokens, as JSON."""
+    hides_usage: bool = False
+    """Whether the proxy alone asked for that count in a stream."""
 
 
 NAMED_ID = "token_id:"

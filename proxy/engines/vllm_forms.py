@@ -85,6 +85,7 @@ class EngineReply(msgspec.Struct, gc=False):
     model: str | None = None
     prompt_token_ids: msgspec.Raw = ABSENT
     """A JSON array; see `read_ids`."""
+    usage: msgspec.Raw = ABSENT
 
 
 _reply = msgspec.json.Decoder(EngineReply)
@@ -128,6 +129,9 @@ def read_parts(
         text = IDS.sub(b'token_ids":null', text)
     if captured.has_routing:
         text = ROUTING.sub(b'"routed_experts":null', text)
+    if shows_empty and captured.hides_usage:
+        has_content = [bool(reply.choices) for reply in replies]
+        shows_empty = False
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
     return shown if shows_empty or all(has_content) else list(itertools.compress(shown, has_content))
 
@@ -173,7 +177,7 @@ def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured)
     for reply in replies:
         if reply.prompt_token_ids is not ABSENT:
             captured.prompt_ids = read_ids(reply.prompt_token_ids, echo) or captured.prompt_ids
-        is_filled = not reply.choices
+        is_filled = not (reply.choices or captured.hides_usage)
         for part in reply.choices:
             choice = captured.choices.get(part.index)
             if choice is None:
@@ -184,6 +188,8 @@ def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured)
                 choice.prompt_ids = read_ids(part.prompt_token_ids, echo) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
             is_filled = _extend(choice, part) or is_filled
+        if reply.usage is not ABSENT:
+            captured.usage = bytes(reply.usage)
         if reply.model:
             captured.models.add(reply.model)
         has_content.append(is_filled)

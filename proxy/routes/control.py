@@ -32,7 +32,7 @@ from turnwise.chains import is_trainable
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps, loads
 from turnwise.sampling import why_not_trained
-from turnwise.store import keys, policies, selection
+from turnwise.store import keys, overview, policies, selection
 from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
@@ -133,7 +133,17 @@ async def sessions_json(found: Sequence[Session], services: Services) -> list[Js
     if not {session.policy_id for session in found} <= services.pool.policy_names.keys():
         await services.pool.refresh()
     names = services.pool.policy_names
-    return [{**record_json(session), "policy": names.get(session.policy_id)} for session in found]
+    rows = [{**record_json(session), "policy": names.get(session.policy_id)} for session in found]
+    tenant = found[0].tenant if found else ""
+    return await with_costs(rows, "session", [each.session_id for each in found], services, tenant)
+
+
+async def with_costs(rows: list[Json], by: str, names: list[Any], services: Services, tenant: str) -> list[Json]:
+    """Return rows with what the calls of each session, key, policy or update cost; the same rows without prices."""
+    if not services.settings.prices:
+        return rows
+    spent = await services.database.fetch(overview.read_costs, by, tenant, names)
+    return [row | {"cost": spent.get(name, {})} for row, name in zip(rows, names, strict=True)]
 
 
 async def session_json(session: Session, services: Services) -> Json:

@@ -8,7 +8,19 @@ from typing import Annotated
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from proxy.routes.control import Body, Caller, CheckedRoute, Here, Id, Text, answer, describe_answer, page, record_json
+from proxy.routes.control import (
+    Body,
+    Caller,
+    CheckedRoute,
+    Here,
+    Id,
+    Text,
+    answer,
+    describe_answer,
+    page,
+    record_json,
+    with_costs,
+)
 from turnwise.store import keys
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
@@ -38,7 +50,8 @@ async def list_keys(services: Here, principal: Caller) -> Response:
         found = keys.list_keys(connection, principal.tenant)
         return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 
-    return page(await services.database.fetch(read))
+    rows = await services.database.fetch(read)
+    return page(await with_costs(rows, "key", [row["key_id"] for row in rows], services, principal.tenant))
 
 
 @router.post("", responses=describe_answer("NewKeyAnswer"))

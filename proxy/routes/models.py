@@ -110,8 +110,9 @@ def _model_of(record: type) -> type[Answer]:
     return answer_model(record.__name__, record)
 
 
+COST: Any = (dict[str, str], Field(default={}, description="Its calls' cost by currency; left out without `prices`."))
 session_model = functools.partial(
-    answer_model, record=Session, policy=_field(str | None, "The name of the policy that it samples with.")
+    answer_model, record=Session, policy=_field(str | None, "The name of the policy that it samples with."), cost=COST
 )
 SessionAnswer = session_model("SessionAnswer", doc="One run of an agent.")
 ListedSession = session_model(
@@ -208,7 +209,7 @@ ListedPolicy = answer_model(
     Policy,
     "A policy in a list.",
     summary=(
-        _model_of(policies.PolicySummary) | None,
+        answer_model("PolicySummary", policies.PolicySummary, cost=COST) | None,
         Field(default=None, description="What it holds, with `summary=true`."),
     ),
 )
@@ -228,6 +229,7 @@ UpdateAnswer = answer_model(
     policy=_field(str | None, "The name of the policy that it trained."),
     groups=_field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
     sessions=_field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
+    cost=COST,
 )
 
 
@@ -264,7 +266,7 @@ PolicyPage = page_model(
 
 
 TOKENS_USED = _field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
-ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
+ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED, cost=COST)
 KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",
@@ -284,7 +286,8 @@ CountsAnswer = answer_model(
         "that is up to one second ago for every 10,000 of them.",
     ),
 )
-UpdateSummaries = page_model("UpdateSummaries", UpdateSummary, "Some updates in a few numbers.")
+ListedUpdate = answer_model("ListedUpdate", UpdateSummary, cost=COST)
+UpdateSummaries = page_model("UpdateSummaries", ListedUpdate, "Some updates in a few numbers.")
 DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 
 

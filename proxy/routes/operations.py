@@ -29,6 +29,7 @@ from proxy.routes.control import (
     is_operator,
     page,
     record_json,
+    with_costs,
 )
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
@@ -208,7 +209,8 @@ async def list_updates(
         }
         for each in found
     ]
-    return page(rows, has_more=more)
+    ids = [each.update.update_id for each in found]
+    return page(await with_costs(rows, "update", ids, services, principal.tenant), has_more=more)
 
 
 @control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))
@@ -218,7 +220,10 @@ async def summarise_updates(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> Response:
     """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-    return page(await services.database.fetch(summaries.summarise_updates, principal.tenant, limit=limit))
+    found = await services.database.fetch(summaries.summarise_updates, principal.tenant, limit=limit)
+    rows = [{name: getattr(each, name) for name in summaries.UpdateSummary.__slots__} for each in found]
+    ids = [each.update_id for each in found]
+    return page(await with_costs(rows, "update", ids, services, principal.tenant))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))

@@ -336,6 +336,7 @@ def row_of(turn: NewTurn) -> stored_turns.TurnRow:
         turn,
         encoded_logprobs=b",".join(turn.encoded_logprobs),
         asks_support=turn.asks_support,
+        charge=turn.charge,
         encoded_prompt=turn.encoded_prompt,
         encoded_routing=turn.encoded_routing,
         media=turn.media,

@@ -75,6 +75,8 @@ class NewTurn(Turn):
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
     asks_support: bool = False
     """Whether they say which ids could be sampled."""
+    charge: turns.Charge | None = None
+    """What its call costs, of the call's first turn; None without prices."""
     encoded_prompt: bytes = b""
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     media: dict[str, Media] = dataclasses.field(default_factory=dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import decimal
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,15 @@ def _session(session_id: str, **fields: Any) -> Session:
 
 
 TENANT = SessionFilter(tenant="t")
+
+
+def _costs(conn: sa.Connection) -> None:
+    charge = "k", 0, "EUR", decimal.Decimal("0.5")
+    turns.append_rows(conn, [rows.TURNS.row(_turn(), charge=charge)])
+    for by, among in (("session", ["s"]), ("key", ["k"]), ("policy", [0]), ("update", [1])):
+        overview.read_costs(conn, by, "t", among)
+
+
 OF_TENANT: dict[str, Ask] = {
     "a page of sessions": lambda c: sessions.list_sessions(c, TENANT),
     "a later page": lambda c: sessions.list_sessions(c, TENANT, after="over", max_bytes=1),
@@ -300,6 +310,7 @@ OF_TENANT: dict[str, Ask] = {
     "a changed session": lambda c: sessions.change_session(c, _session("s", metadata={"a": 1}), {"metadata"}),
     "a changed group": _regroup,
     "a turn to append": lambda c: turns.append_turns(c, [_turn()]),
+    "what calls cost": _costs,
     "a turn that is stored": lambda c: (
         turns.append_turns(c, [inferred_turn("t8")]),
         turns.find_turn(c, "t", inferred_turn("t8").session_id, turn_id="t8"),

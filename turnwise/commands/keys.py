@@ -7,7 +7,7 @@ import datetime as dt
 import click
 
 from turnwise.client.wire import given
-from turnwise.commands.output import print_records, print_stored
+from turnwise.commands.output import print_records, print_stored, with_cost
 from turnwise.commands.place import (
     DataPlace,
     database_option,
@@ -115,11 +115,13 @@ def keys_list(tenant: str | None, place: DataPlace, *, as_json: bool) -> None:
             return
     from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored_keys
+    from turnwise.store import overview
 
     with place.store() as store, store.read() as conn:
-        used = stored_keys.used_by_key(conn, tenant)
+        used, spent = stored_keys.used_by_key(conn, tenant), overview.read_costs(conn, "key", tenant)
         found = [
-            {**values_of(key), "tokens_used": used.get(key.key_id, 0)} for key in stored_keys.list_keys(conn, tenant)
+            with_cost({**values_of(key), "tokens_used": used.get(key.key_id, 0)}, spent, key.key_id)
+            for key in stored_keys.list_keys(conn, tenant)
         ]
     print_stored(found, "keys", place.database_url, as_json=as_json, columns=KEY_COLUMNS)
 

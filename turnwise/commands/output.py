@@ -12,6 +12,7 @@ import click
 from pydantic import SecretStr
 
 from turnwise.settings import describe_secret
+from turnwise.types import Json
 
 _COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "model": "blue", "up": "yellow"}
 
@@ -29,6 +30,8 @@ def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> 
         return
     rows = value if isinstance(value, list) else [value]
     names = list(columns) or list(rows[0] if rows else {})
+    if columns and any(row.get("cost") for row in rows):
+        names.append("cost")
     cells = [names] + [[_cell(name, row.get(name)) for name in names] for row in rows]
     widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
     for line in cells:
@@ -38,11 +41,17 @@ def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> 
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
+    if name == "cost":
+        return " + ".join(f"{amount} {currency}" for currency, amount in value.items())
     if isinstance(value, float):
         return f"{value:.4g}"
     if name.endswith("_at") and isinstance(value, str):
         return dt.datetime.fromisoformat(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return str(value)
+
+
+def with_cost(row: Json, spent: dict[Any, dict[str, str]], name: Any) -> Json:
+    return row | {"cost": spent.get(name, {})} if spent else row
 
 
 def print_stored(found: list[Any], noun: str, url: str, *, as_json: bool, columns: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.output import print_records, print_stored
+from turnwise.commands.output import print_records, print_stored, with_cost
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
@@ -59,13 +59,18 @@ def sessions(place: DataPlace, limit: int, *, as_json: bool, **chosen: Any) -> N
             _print_sessions(at_proxy, limit, client.base_url, as_json=as_json)
             return
     from turnwise.exchange.session_document import as_json as values_of
-    from turnwise.store import policies
+    from turnwise.store import overview, policies
     from turnwise.store import sessions as stored_sessions
 
     with place.store() as store, store.read() as conn:
         names = policies.names_of_policies(conn)
         listed = stored_sessions.list_sessions(conn, filter_of(chosen), limit=limit)[0]
-        found = [values_of(session) | {"policy": names[session.policy_id]} for session in listed]
+        ids = [each.session_id for each in listed]
+        spent = {each: overview.read_costs(conn, "session", each, ids) for each in {each.tenant for each in listed}}
+        found = [
+            with_cost(values_of(each) | {"policy": names[each.policy_id]}, spent[each.tenant], each.session_id)
+            for each in listed
+        ]
     _print_sessions(found, limit, place.database_url, as_json=as_json)
 
 

@@ -26,6 +26,7 @@ from turnwise.store.schema import (
     DELETED,
     NO_TENANT,
     api_keys,
+    costs,
     feedback,
     groups,
     idempotency,
@@ -103,7 +104,7 @@ def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
     """
     if (deleted := delete_sessions(conn, SessionFilter(tenant=tenant))).has_more:
         return deleted
-    for table in (groups, token_usage, idempotency, api_keys):
+    for table in (groups, token_usage, costs, idempotency, api_keys):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
     num_policies, deleted_versions = delete_policies(conn, tenant)
@@ -267,6 +268,8 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     trained_on = tuple(sorted(versions))
     for table in (session_labels, session_copies, feedback, trained_sessions):
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
+    of_sessions = is_among(conn.dialect, costs.c.session_pk, pks)
+    conn.execute(sa.update(costs).where(of_sessions).values(session_pk=None))
     nothing = dict.fromkeys(("group_pk", "group_id", "group_size", "task_id", "user_id", "termination_reason"))
     conn.execute(
         sa.update(sessions)

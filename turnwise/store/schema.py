@@ -347,6 +347,24 @@ token_usage = sa.Table(
 )
 """Prompt and sampled tokens of each key by UTC day, in days since 1970."""
 
+COST_DIGITS = 10
+costs = sa.Table(
+    "costs",
+    metadata,
+    sa.Column("cost_id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk", ondelete="SET NULL")),
+    sa.Column("key_id", sa.Text, nullable=False),
+    sa.Column("policy_id", sa.Integer, nullable=False),
+    sa.Column("currency", sa.Text, nullable=False),
+    sa.Column("amount", sa.BigInteger, nullable=False),
+    sa.UniqueConstraint("session_pk", "key_id", "policy_id", "currency"),
+    # All that the sums over keys and policies read.
+    _index("ix_costs_key", "tenant", "key_id", "policy_id", "currency", "amount"),
+)
+"""What calls cost, where there are prices. Each call is rounded to `COST_DIGITS` decimal places, of which `amount` is
+the number. A deleted session leaves its costs to its key and policy, without naming it."""
+
 secrets = sa.Table(
     "secrets",
     metadata,

@@ -45,6 +45,11 @@ class Call:
     routed_layers: int = 0
     """As in the script."""
     returns_supports: bool = False
+    cached_tokens: int | None = None
+
+    @property
+    def cached_details(self) -> Json | None:
+        return None if self.cached_tokens is None else {"cached_tokens": self.cached_tokens}
 
     @property
     def shows_metadata(self) -> bool:
@@ -74,7 +79,7 @@ def usage(num_prompt: int, num_sampled: int) -> Json:
 
 def completion(call: Call, samples: list[Sample]) -> Json:
     """Return the plain reply."""
-    details = {"prompt_tokens_details": None, "completion_tokens_details": None}
+    details = {"prompt_tokens_details": call.cached_details, "completion_tokens_details": None}
     num_sampled = sum(len(sample.pieces) for sample in samples)
     return {
         "id": call.reply_id,
@@ -164,6 +169,8 @@ def chunks(call: Call, samples: list[Sample], tokens_per_chunk: int) -> Iterator
             yield chunk
     if options.get("include_usage"):
         totals = usage(len(call.prompt_ids), sum(len(sample.pieces) for sample in samples))
+        if call.cached_details is not None:
+            totals["prompt_tokens_details"] = call.cached_details
         yield _chunk(call, None, usage_of=None) | {"usage": totals, "system_fingerprint": FINGERPRINT}
 
 

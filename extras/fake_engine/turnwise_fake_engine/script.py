@@ -136,6 +136,8 @@ class Script(_Strict):
     that are requested by id (`logprob_token_ids`), so that its logprobs differ from other versions'."""
     honours_prompt_token_ids: bool = True
     """Whether `kv_transfer_params.prompt_token_ids` replaces the prompt."""
+    cached_tokens: int | None = None
+    """Tokens of each prompt that it says it had in its cache, as a vLLM with --enable-prompt-tokens-details."""
     call_tools: bool = True
     """Whether `tool_choice: auto` calls a tool after a user's message."""
 

@@ -241,6 +241,7 @@ def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int],
         logprob_shift=state.logprob_shift(body.get("model")),
         routed_layers=state.script.routed_layers,
         returns_supports=state.script.returns_supports,
+        cached_tokens=state.script.cached_tokens,
         hide_token_ids=fault is not None and fault.kind is FaultKind.NO_TOKEN_IDS,
     )
 

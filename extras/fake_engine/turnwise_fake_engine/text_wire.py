@@ -34,7 +34,7 @@ def completion(call: Call, prompts: list[list[int]], samples: list[Sample]) -> J
     """Return the plain reply; `samples` holds all choices of the first prompt, then of the next."""
     per_prompt = len(samples) // len(prompts)
     num_prompt = sum(map(len, prompts))
-    details = {"prompt_tokens_details": None, "completion_tokens_details": None}
+    details = {"prompt_tokens_details": call.cached_details, "completion_tokens_details": None}
     return {
         "id": call.reply_id,
         "object": "text_completion",
@@ -96,6 +96,8 @@ def chunks(call: Call, prompts: list[list[int]], samples: list[Sample], tokens_p
                 yield _chunk(call, index, prompts[index // per_prompt], sample, pieces, start)
     if options.get("include_usage"):
         totals = usage(sum(map(len, prompts)), sum(len(sample.pieces) for sample in samples))
+        if call.cached_details is not None:
+            totals["prompt_tokens_details"] = call.cached_details
         yield _envelope(call, []) | {"usage": totals, "system_fingerprint": FINGERPRINT}
 
 

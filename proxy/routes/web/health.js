@@ -1,5 +1,5 @@
 // Health: engines, store, queues, limits and keys, live curves while the view is open, and what the doctor finds.
-import {card, countedAt, facts, make, mean, number, optional, readMetrics, readiness, request, serving, status, table, tally, time, total, trainerWords} from "./page.js";
+import {card, countedAt, facts, make, mean, money, number, optional, readMetrics, readiness, request, serving, status, table, tally, time, total, trainerWords} from "./page.js";
 import {chart} from "./chart.js";
 
 const SAMPLE_MS = 2000, KEPT = 150;
@@ -36,7 +36,7 @@ function limits(found, budget) {
 
 function keyCard(keys) {
   const alive = keys.data.filter((each) => each.revoked_at === null && (each.expires_at === null || new Date(each.expires_at) > Date.now()));
-  return card("Keys", keys.data.length ? facts(alive.map((each) => [each.name || each.key_id, `${each.role}, last used ${each.last_used_at ? time(each.last_used_at) : "never"}`]))
+  return card("Keys", keys.data.length ? facts(alive.map((each) => [each.name || each.key_id, `${each.role}, last used ${each.last_used_at ? time(each.last_used_at) : "never"}${money(each.cost) && `, ${money(each.cost)}`}`]))
     : make("p", {className: "warn"}, "There are no keys: everybody on this machine may do everything."));
 }
 

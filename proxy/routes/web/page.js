@@ -218,6 +218,9 @@ export async function readiness() {
 const STALE_MS = 5000;
 export const countedAt = (counts) => Date.now() - new Date(counts.counted_at) > STALE_MS ? make("p", {className: "quiet"}, `Counted ${time(counts.counted_at)}`) : "";
 
+// A cost by currency; nothing without prices.
+export const money = (cost) => Object.entries(cost ?? {}).map(([currency, amount]) => `${amount} ${currency}`).join(" + ");
+
 export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
 
 export const chips = (labels) => labels.length ? make("span", {}, ...labels.map((one) => chip(one.label, one.note))) : "";

@@ -1,5 +1,5 @@
 // Curves over updates or time, the versions and which is served, and what two versions replied to the same tasks.
-import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, number, optional, path, plural, readMetrics, readiness, remembered, request, seconds, select, status, sum, table, trainerWords} from "./page.js";
+import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, money, number, optional, path, plural, readMetrics, readiness, remembered, request, seconds, select, status, sum, table, trainerWords} from "./page.js";
 import {chart} from "./chart.js";
 
 const UPDATES = 500, TASKS = 6, REASONS = 5, REWARDED = 1000, MOST_POINTS = 24, REFRESH_MS = 15_000, COMPARED_SESSIONS = 500, COMPARED_TASKS = 30, SHOWN_VERSIONS = 20, MINUTE_MS = 60_000;
@@ -110,6 +110,7 @@ function detailCharts(points, line, add, byVersion) {
     shown.push(add("Canary arms: mean reward", [arm("canary", "mean_reward"), arm("control", "mean_reward")]),
       add("Canary arms: share of broken turns", [arm("canary", "broken_share"), arm("control", "broken_share")]));
   }
+  for (const currency of new Set(points.flatMap((each) => Object.keys(each.cost ?? {})))) shown.push(add(`Cost, ${currency}`, [["of its sessions", line((each) => Number(each.cost?.[currency] ?? 0))]]));
   shown.push(add("Pause of the engines, seconds", [["reload", line((each) => byVersion.get(each.policy_version)?.reload_seconds)]], "No engine has loaded a version of these updates."));
   return shown;
 }
@@ -163,14 +164,15 @@ function versionTable(versions, changed) {
 const summaries = remembered(REFRESH_MS, () => optional("v1/policies?summary=true&limit=1", {policies: []}));
 async function policyComparison(versions) {
   const {policies} = await summaries();
-  if (policies.length < 2) return null;
+  const cost = policies.some(({summary}) => money(summary.cost)) ? ["cost#"] : [];
+  if (policies.length < 2 && !cost.length) return null;
   const lift = (name) => versions.find((each) => (each.policy ?? "default") === name && each.arms?.lift?.reward)?.arms.lift.reward;
   const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`;
   const rows = policies.map(({name, base_version: base, archived_at: archived, summary: own}) => [
     archived ? `${name} (archived)` : name, own.served_version ?? (base === null ? "the model" : `the base ${base}`), number(own.num_versions),
     lift(name) ? make("span", {title: `${signed(lift(name).low)} to ${signed(lift(name).high)}`}, signed(lift(name).mean)) : "",
-    number(own.num_sessions), number(own.num_trained_tokens), own.trained_share === null ? "" : number(own.trained_share), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6)]);
-  return card("Policies", table(["policy", "serves", "versions#", "lift over the hold-out#", "sessions#", "trained tokens#", "trained share#", "last update", "MB on disk#"], rows));
+    number(own.num_sessions), number(own.num_trained_tokens), own.trained_share === null ? "" : number(own.trained_share), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6), ...cost.map(() => money(own.cost))]);
+  return card("Policies", table(["policy", "serves", "versions#", "lift over the hold-out#", "sessions#", "trained tokens#", "trained share#", "last update", "MB on disk#", ...cost], rows));
 }
 
 // The versions of each policy beside its name; those of the default policy alone need none.

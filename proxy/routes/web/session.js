@@ -1,5 +1,5 @@
 // One session as a conversation with its branches beside it, and what a person does with it: reward, label, end, delete, export.
-import {actionButton, ago, chip, chips, download, everyPage, filtered, inlineFacts, lasted, link, make, makeForm, number, optional, path, plural, readiness, request, status, sum, time} from "./page.js";
+import {actionButton, ago, chip, chips, download, everyPage, filtered, inlineFacts, lasted, link, make, makeForm, money, number, optional, path, plural, readiness, request, status, sum, time} from "./page.js";
 import {childrenOf, conversation, given, pathThrough, rewardChips, rewardForm, tree} from "./conversation.js";
 
 const TURNS = 200;
@@ -39,7 +39,7 @@ export async function session(id, chosen) {
 function sessionFacts(record, turns) {
   const group = record.group_id && record.group_id !== record.session_id ? filtered("group_id", record.group_id) : "";
   return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("span", {}, make("b", {}, number(record.reward)), rewardParts(record, turns))], ["status", status(record.status)], ["ended by", record.termination_reason], ["not trained", notTrained(turns)],
-    ["turns", number(record.num_turns)], ["sampled tokens", number(sum(turns.map((each) => each.token_ids.length)))], ["took", lasted(record)],
+    ["turns", number(record.num_turns)], ["sampled tokens", number(sum(turns.map((each) => each.token_ids.length)))], ["took", lasted(record)], ["cost", money(record.cost)],
     ["user", filtered("user_id", record.user_id)], ["agent", agentOf(record)],
     ["task", filtered("task_id", record.task_id)], ["group", group], ["run", record.group_id ? number(record.run) : ""], ["split", record.split === "train" ? "" : record.split],
     ["trained in", record.trained_in.map((one) => `update ${one.update_id}, version ${one.policy_version}`).join("; ")], ["continues", record.continues ? link(`session/${path(record.continues)}`, record.continues) : ""], ["opened", ago(record.created_at)],

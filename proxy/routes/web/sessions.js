@@ -1,5 +1,5 @@
 // Sessions: what was said in them; found by what they are and by what they hold; and a group side by side.
-import {ago, card, chip, chips, empty, facts, filtered, lasted, link, make, makeForm, mean, message, number, optional, path, plural, readiness, request, select, status} from "./page.js";
+import {ago, card, chip, chips, empty, facts, filtered, lasted, link, make, makeForm, mean, message, money, number, optional, path, plural, readiness, request, select, status} from "./page.js";
 import {agentOf} from "./session.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;
@@ -41,7 +41,7 @@ export const sessionList = (found) => make("ul", {className: "sessions"}, ...fou
   make("div", {className: "said"}, make("a", {href: `#session/${path(each.session_id)}`, title: each.session_id}, make("bdi", {}, each.summary.first_message ?? each.session_id)),
     make("p", {className: "reply"}, each.summary.last_reply ? make("bdi", {}, each.summary.last_reply) : make("span", {className: "quiet"}, each.num_turns ? "no reply" : "no call yet"))),
   make("p", {className: "numbers quiet"}, ...dotted([plural(each.num_turns, "turn"), each.summary.num_sampled_tokens === null ? "" : plural(each.summary.num_sampled_tokens, "token"),
-    lasted(each), ago(each.created_at),
+    money(each.cost), lasted(each), ago(each.created_at),
     each.status === "ended" ? each.termination_reason : make("span", {}, status(each.status)), each.summary.last_outcome && each.summary.last_outcome !== "exact" ? status(each.summary.last_outcome) : "",
     ...["task", "user"].map((noun) => each[`${noun}_id`] ? make("span", {}, `${noun} `, filtered(`${noun}_id`, each[`${noun}_id`])) : ""), agentOf(each), each.split === "eval" ? "held out" : "", ...each.labels.map((one) => chip(one.label, one.note))])))));
 

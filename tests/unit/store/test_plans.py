@@ -28,7 +28,7 @@ from support.store_fill import fill, fill_more
 import turnwise.store
 from turnwise.store.database import Database
 
-GROWING = "sessions|turns|rewards|feedback|groups|idempotency|trained_sessions|session_labels|engine_minutes"
+GROWING = "sessions|turns|rewards|feedback|groups|idempotency|trained_sessions|session_labels|engine_minutes|costs"
 FILLED = ("sessions", "turns", "rewards", "groups", "trained_sessions")
 """Tables that bench/large_store.py fills; PostgreSQL reads a small table as a whole, which costs least."""
 A_SCAN = re.compile(rf"^SCAN ({GROWING})(_\d+)?\b")
