@@ -123,7 +123,8 @@ class BlockEncoder(abc.ABC):
             parts = list(blocks_of(choice["delta"]))
             logprobs = text_logprobs(choice.get("logprobs"), parts)
             events += [self._grow(part, logprobs) for part in parts]
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            if choice.get("finish_reason") is not None:
+                self.finish_reason = choice["finish_reason"]
             self.stop_reason = choice.get("stop_reason") or self.stop_reason
         return b"".join(events)
 

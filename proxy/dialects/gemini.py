@@ -188,7 +188,8 @@ class GeminiEncoder:
 
     def whole(self, reply: Json) -> Json:
         self._read_head(reply)
-        return self._response([self._candidate(choice) for choice in reply["choices"]])
+        ends = ({**choice, "finish_reason": choice.get("finish_reason") or ""} for choice in reply["choices"])
+        return self._response(list(map(self._candidate, ends)))
 
     def _read_head(self, reply: Json) -> None:
         if usage := reply.get("usage"):

@@ -240,7 +240,7 @@ class MessageEncoder(BlockEncoder):
 
 
 def is_cut_off(finish_reason: str | None) -> bool:
-    return finish_reason is not None and finish_reason not in SAMPLED_ENDS and finish_reason != REFUSED
+    return finish_reason not in SAMPLED_ENDS and finish_reason != REFUSED
 
 
 def _stop(finish_reason: str | None, stop: Any, *, has_calls: bool) -> Json:

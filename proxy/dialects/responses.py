@@ -324,6 +324,7 @@ def _head(reply: Json, request: Json) -> Json:
 def _ending(finish_reason: str | None, usage: Json) -> Json:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    num_prompt, num_sampled = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     cut = INCOMPLETE.get(finish_reason or "")
     failed = cut is None and finish_reason not in ENDED
     return {
@@ -331,10 +332,10 @@ def _ending(finish_reason: str | None, usage: Json) -> Json:
         "incomplete_details": None if cut is None else {"reason": cut},
         "error": {"code": "server_error", "message": cut_off_error(finish_reason)} if failed else None,
         "usage": {
-            "input_tokens": usage.get("prompt_tokens", 0),
+            "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage.get("completion_tokens", 0),
+            "output_tokens": num_sampled,
             "output_tokens_details": {"reasoning_tokens": reasoning},
-            "total_tokens": usage.get("total_tokens", 0),
+            "total_tokens": num_prompt + num_sampled,
         },
     }

@@ -51,7 +51,7 @@ def events_of(dialect: Dialect, body: Json, chunks: list[Json]) -> list[Json]:
     return [json.loads(line[6:]) for line in sent.splitlines() if line.startswith(b"data: ")]
 
 
-def read_whole(dialect: Dialect, body: Json, message: Json, finish_reason: str, **choice: Any) -> Json:
+def read_whole(dialect: Dialect, body: Json, message: Json, finish_reason: str | None, **choice: Any) -> Json:
     reply = {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason, **choice}], "usage": USAGE}
     read: Json = json.loads(
         dialect.encode_reply(json.dumps(HEAD | reply).encode(), call_of(dialect, body, stream=False))
@@ -121,7 +121,7 @@ def test_no_client_gets_a_call_whose_arguments_were_not_sampled_to_the_end(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("finish_reason", ["abort", "error", "repetition", "something new"])
+@pytest.mark.parametrize("finish_reason", ["abort", "error", "repetition", "something new", ""])
 def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason: str, *, stream: bool) -> None:
     """Messages has no stop reason for it and answers with an error, which its clients retry."""
     (claude, body), (openai, given), (google, asked) = REQUESTS
@@ -136,7 +136,7 @@ def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason:
         response = last["response"]
         (end,) = read_stream(google, asked, [{"content": "So"}], finish_reason)[-1]["candidates"]
     else:
-        with pytest.raises(EngineUnavailable, match=finish_reason):
+        with pytest.raises(EngineUnavailable, match=f"with {finish_reason!r}"):
             read_whole(claude, body, {"content": "So"}, finish_reason)
         response = read_whole(openai, given, {"content": "So"}, finish_reason)
         (end,) = read_whole(google, asked, {"content": "So"}, finish_reason)["candidates"]
@@ -144,6 +144,22 @@ def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason:
     assert finish_reason in response["error"]["message"]
     assert (response["output"][0]["status"], response["output"][0]["content"][0]["text"]) == ("incomplete", "So")
     assert end["finishReason"] == "OTHER"
+
+
+def test_a_whole_reply_without_a_finish_reason_does_not_look_finished() -> None:
+    message = {"content": "So"}
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    with pytest.raises(EngineUnavailable, match="None"):
+        read_whole(claude, body, message, None)
+    assert read_whole(openai, given, message, None)["status"] == "failed"
+    assert read_whole(google, asked, message, None)["candidates"][0]["finishReason"] == "OTHER"
+
+
+def test_the_total_is_the_sum_where_an_engine_gives_none() -> None:
+    chunk = {"choices": [{"index": 0, "delta": {"content": "So"}, "finish_reason": "stop"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 7}}
+    dialect, body = REQUESTS[1]
+    assert events_of(dialect, body, [chunk, usage])[-1]["response"]["usage"]["total_tokens"] == 17
 
 
 def test_a_filtered_reply_says_so_in_each_format() -> None:
