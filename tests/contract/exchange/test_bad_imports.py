@@ -53,6 +53,13 @@ BAD_OPENAI = {
     "arguments encoded twice": (called(arguments=json.dumps('{"a": 1}')), "not a JSON object"),
     "arguments under another name": (called(input={"a": 1}), "without arguments"),
     "an empty reply": (reply(content=""), "empty reply"),
+    "a function call as text": (reply(content="I look.", function_call='look({"a": 1})'), "function_call"),
+    "a function call beside tool calls": (
+        reply(function_call={"name": "f", "arguments": "{}"}, tool_calls=[CALL]),
+        "function_call",
+    ),
+    "two reasonings": (reply(content="x", reasoning="a", thinking="b"), "two reasonings"),
+    "a content and another value": (reply(content="x", value="y"), "value"),
     "a refusal alone": (reply(content=None, refusal="No."), "empty reply"),
     "a tool message without content": (after({"role": "tool", "tool_call_id": "c", "result": "x"}), "no content"),
     "reasoning that is no text": (reply(content="x", reasoning={"summary": "y"}), "reasoning"),
@@ -65,6 +72,8 @@ BAD_OPENAI = {
 WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
 BAD_ROWS = {
     **{f"a score of {value}": (HELLO | {"score": value}, "score") for value in ("good", "", [1], 10**400, 2e6)},
+    "two rewards": (HELLO | {"reward": 1, "score": 0.5}, "each of them is a reward"),
+    "a label and a score that says something else": (HELLO | {"label": False, "score": "1.0"}, "each of them"),
     "a score that is not a number": ('{"messages": [], "score": NaN}\n', ""),
     "an infinite reward": (json.dumps(HELLO | {"reward": float("inf")}) + "\n", "reward"),
     "two conversations": ({"messages": [USER, REPLY], "conversations": [USER, REPLY]}, "messages and conversations"),
@@ -149,15 +158,28 @@ def test_a_score_may_be_written_as_text(
     assert [record.session.reward for record in records(database)] == [reward]
 
 
-@pytest.mark.parametrize("mark", [{"weight": "0"}, {"weight": 0.0}, {"weight": False}, {"train": "false"}])
-@pytest.mark.parametrize("format_name", ["openai", "hf"])
+@pytest.mark.parametrize(
+    "mark", [{"weight": "0"}, {"weight": 0.0}, {"weight": False}, {"train": "false"}, {"loss": False}]
+)
+@pytest.mark.parametrize(
+    "shape", ["openai", "openai pair", "hf", "hf completion", "hf completion after a system column", "hf pair"]
+)
 def test_a_reply_that_is_marked_as_not_trained_is_not_trained(
-    mark: dict, format_name: str, database: Database, tmp_path: Path, model: Path
+    mark: dict, shape: str, database: Database, tmp_path: Path, model: Path
 ) -> None:
-    last = {"role": "assistant", "content": "Ciao"}
-    run_import(tmp_path, model, [{"messages": [USER, REPLY | mark, {**USER, "content": "Bye"}, last]}], format_name)
-    (record,) = records(database)
-    assert [turn.response["content"] for turn in record.turns] == ["Ciao"]
+    said = [REPLY | mark, {**USER, "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
+    other = [{**REPLY, "content": "Ho"}, {**USER, "content": "Bye"}, {"role": "assistant", "content": "Go"}]
+    row = {
+        "openai": {"messages": [USER, *said]},
+        "openai pair": {"input": {"messages": [USER]}, "preferred_output": said, "non_preferred_output": other},
+        "hf": {"messages": [USER, *said]},
+        "hf completion": {"prompt": [USER], "completion": said},
+        "hf completion after a system column": {"system": "Be brief.", "prompt": "Hi", "completion": said},
+        "hf pair": {"prompt": "Hi", "chosen": said, "rejected": other},
+    }[shape]
+    run_import(tmp_path, model, [row], shape.partition(" ")[0])
+    replies = [[turn.response["content"] for turn in record.turns] for record in records(database)]
+    assert replies == ([["Ciao"], ["Ho", "Go"]] if "pair" in shape else [["Ciao"]])
 
 
 FIRST = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}

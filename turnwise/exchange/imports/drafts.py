@@ -113,6 +113,8 @@ def chat_message(found: Any) -> Json:
         raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
     message: Json = {"role": ROLES[name] or name}
     content = found["content"] if found.get("content") is not None else found.get("value")
+    if found.get("value") not in (None, content):
+        raise BadLine(f"a message has the content {_shown(content)} and the value {_shown(found['value'])}")
     if content is not None:
         message["content"] = _content(content)
     elif message["role"] != "assistant":
@@ -144,14 +146,14 @@ def tool_schemas(found: Any) -> list[Json] | None:
 
 
 def untrained_of(found: list[Any]) -> frozenset[int]:
-    """Return the places of the messages that a file marks by `weight` 0 or `train` false.
+    """Return the places of the messages that a file marks by `weight` 0, `train` or `loss` false.
 
     Raises:
         BadLine: a mark is neither 0 nor 1.
     """
     untrained = set()
     for place, message in enumerate(found):
-        for field in ("weight", "train"):
+        for field in ("weight", "train", "loss"):
             mark = number_of(message.get(field), f"message's {field}")
             if mark not in (None, 0.0, 1.0):
                 raise BadLine(f"a message has the {field} {message[field]!r}; 0 and 1 are known")
@@ -189,9 +191,13 @@ def _add_reply_fields(message: Json, found: Json) -> None:
             raise BadLine(f"an assistant message has the {field} {_shown(found[field])}, not a text")
         if found.get(field):
             message.setdefault("reasoning", found[field])
-    calls = found.get("tool_calls")
-    if isinstance(found.get("function_call"), dict):  # OpenAI's form before tools
-        calls = [{"id": "call_0", "type": "function", "function": found["function_call"]}]
+            if message["reasoning"] != found[field]:
+                raise BadLine(f"an assistant message has two reasonings, one of them as {field}")
+    calls, called = found.get("tool_calls"), found.get("function_call")
+    if called and (calls or not isinstance(called, dict)):
+        raise BadLine(f"a function_call is {_shown(called)}, beside tool calls or no function with arguments")
+    if called:  # OpenAI's form before tools
+        calls = [{"id": "call_0", "type": "function", "function": called}]
     if calls:
         if not isinstance(calls, list):
             raise BadLine(f"tool_calls are {_shown(calls)}, not a list")

@@ -60,18 +60,23 @@ def _pair(document: Json) -> list[Draft]:
     if not isinstance(request, dict):
         raise BadLine("a preference example needs an input with messages")
     prompt = chat_messages(request.get("messages"))
-    wholes = {suffix: [*prompt, *chat_messages(document.get(field))] for field, suffix in OUTPUTS.items()}
-    return _pair_drafts(wholes, len(prompt), _openai_tools(request))
+    wholes, marked = {}, {}
+    for field, suffix in OUTPUTS.items():
+        wholes[suffix] = [*prompt, *chat_messages(document.get(field))]
+        marked[suffix] = _marked(document[field], wholes[suffix])
+    return _pair_drafts(wholes, marked, len(prompt), _openai_tools(request))
 
 
-def _pair_drafts(wholes: dict[str, list[Json]], start: int, tools: list[Json] | None) -> list[Draft]:
+def _pair_drafts(
+    wholes: dict[str, list[Json]], marked: dict[str, frozenset[int]], start: int, tools: list[Json] | None
+) -> list[Draft]:
     """Return the sessions of a better and a worse conversation; what both begin with is only part of prompts."""
     better, worse = wholes.values()
     while start < min(len(better), len(worse)) and better[start] == worse[start]:
         start += 1
     return [
         Draft(
-            conversations=[conversation_of(whole, tools, untrained=frozenset(range(start)))],
+            conversations=[conversation_of(whole, tools, untrained=marked[suffix].union(range(start)))],
             rewards={"reward": REWARDS[suffix]},
             suffix=suffix,
         )
@@ -96,11 +101,11 @@ def data_set_drafts(document: Json) -> list[Draft]:
     check_no_media(document)
     tools = tool_schemas(document.get("tools"))
     if document.get("chosen") is not None and document.get("rejected") is not None:
-        starts, wholes = [], {}
+        starts, wholes, marked = [], {}, {}
         for name in REWARDS:
-            wholes[name], start = _with_prompt(document, name)
+            wholes[name], start, marked[name] = _with_prompt(document, name)
             starts.append(start)
-        return _pair_drafts(wholes, min(starts), tools)
+        return _pair_drafts(wholes, marked, min(starts), tools)
     rewards = _rewards(document)
     columns = [column for column in CONVERSATION_COLUMNS if document.get(column) is not None]
     if len(columns) > 1:
@@ -111,11 +116,9 @@ def data_set_drafts(document: Json) -> list[Draft]:
         asked = "\n\n".join(filter(None, (document["instruction"], document.get("input"))))
         document = document | {"prompt": asked, "completion": document["output"]}
     if document.get("completion") is not None:
-        whole, start = _with_prompt(document, "completion")
-        start = start or len(whole) - 1
-        return [
-            Draft(conversations=[conversation_of(whole, tools, untrained=frozenset(range(start)))], rewards=rewards)
-        ]
+        whole, start, untrained = _with_prompt(document, "completion")
+        untrained = untrained.union(range(start or len(whole) - 1))
+        return [Draft(conversations=[conversation_of(whole, tools, untrained=untrained)], rewards=rewards)]
     raise BadLine(
         f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected, "
         f"instruction with output; its columns are {', '.join(document) or 'none'}"
@@ -128,15 +131,19 @@ def _whole_conversation(document: Json, column: str, tools: list[Json] | None) -
     if prompt is not None and _begun(messages, chat_messages(_as_messages(prompt, "user"))) is None:
         raise BadLine(f"its prompt {prompt!r:.80} is not part of its {column}")
     whole = _joined(before, messages)
-    shift = len(whole) - len(messages)
-    untrained = {*range(len(before)), *(shift + place for place in untrained_of(document[column]))}
-    return conversation_of(whole, tools, untrained=frozenset(untrained))
+    return conversation_of(whole, tools, untrained=_marked(document[column], whole).union(range(len(before))))
 
 
-def _with_prompt(document: Json, column: str) -> tuple[list[Json], int]:
-    """Return a row's messages up to the output in a column, and how many of them are its prompt; 0: it has none."""
+def _marked(found: list[Any], whole: list[Json]) -> frozenset[int]:
+    """Return the places in a conversation of the messages that a file marks as not trained; it ends with the file's."""
+    return frozenset(place + len(whole) - len(found) for place in untrained_of(found))
+
+
+def _with_prompt(document: Json, column: str) -> tuple[list[Json], int, frozenset[int]]:
+    """Return a row's messages up to the output in a column, how many are its prompt (0: none), and the marked ones."""
     output, prompt = document[column], document.get("prompt")
-    messages, start = chat_messages(_as_messages(output, "assistant")), 0
+    given = _as_messages(output, "assistant")
+    messages, start = chat_messages(given), 0
     if prompt is None and isinstance(output, str):
         raise BadLine(f"its {column} is a text, and there is no prompt that it answers")
     if prompt is not None:
@@ -146,7 +153,7 @@ def _with_prompt(document: Json, column: str) -> tuple[list[Json], int]:
             raise BadLine(f"its prompt is not part of its {column}, which has a prompt of its own")
         messages, start = ([*asked, *messages], len(asked)) if begun is None else (messages, begun)
     whole = _joined(_before(document), messages)
-    return whole, start + len(whole) - len(messages) if start else 0
+    return whole, start + len(whole) - len(messages) if start else 0, _marked(given, whole)
 
 
 def _begun(messages: list[Json], asked: list[Json]) -> int | None:
@@ -189,11 +196,11 @@ def _as_messages(value: Any, role: str) -> Any:
 
 
 def _rewards(document: Json) -> dict[str, float]:
-    for column in REWARD_COLUMNS:
-        value = number_of(document.get(column), column)
-        if value is not None:
-            return {"reward": value}
-    return {}
+    found = {column: number_of(document.get(column), column) for column in REWARD_COLUMNS}
+    values = {value for value in found.values() if value is not None}
+    if len(values) > 1:
+        raise BadLine(f"its {', '.join(REWARD_COLUMNS)} are {found}, and each of them is a reward")
+    return {"reward": values.pop()} if values else {}
 
 
 def plugin_format(module: Any) -> Format:
