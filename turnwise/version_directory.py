@@ -43,12 +43,14 @@ PLAIN_LORA = frozenset(
     {
         *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
         *("r", "lora_alpha", "target_modules", "fan_in_fan_out", "inference_mode", "ensure_weight_tying"),
-        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
     }
 )
 """Fields of an adapter's configuration with which it stays plain LoRA, whatever they say: they name its shape, tell how
 it began, or do nothing without another field. Each further field must be off."""
+KEEPING_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""How `init_lora_weights` may begin: with any other name PEFT changes the base weights too, at each load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,10 @@ def why_not_plain(config: dict[str, Any], names: Iterable[str]) -> str | None:
     `config` is its `adapter_config.json`, `names` are those of its tensors.
     """
     for field, value in config.items():
-        if field not in PLAIN_LORA and value not in (None, False, "none", 0) and value != {} and value != []:
+        is_off = value is None or value is False or value in ("none", {}, [])
+        if field == "init_lora_weights":
+            is_off = not isinstance(value, str) or value.lower() in KEEPING_INITS
+        if field not in PLAIN_LORA and not is_off:
             return f"has {field}={value!r}"
     strange = sorted(name for name in names if not _FACTOR.search(name))
     return f"holds {len(strange)} tensors that are no factor of LoRA, such as {strange[0]!r}" if strange else None
