@@ -122,7 +122,9 @@ class Policy:
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
         self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
-        self.vision = Vision.of(self._base, self.spec.model, self.device) if self.mesh_axis is None else None
+        self.vision: Vision | None = None
+        if self.mesh_axis is None and hasattr(self._base, "get_image_features"):
+            self.vision = Vision(self._base, self.spec.model, self.device, self._autocast)
         self.num_ids = int(self.config.vocab_size)
         self._head = self._own_head() if self.mesh_axis is None else None
         self._tied: set[str] = set()

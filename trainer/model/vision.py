@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import cachetools
@@ -50,7 +51,11 @@ class Unseen(Exception):
 class Vision:
     """The part of a model that sees, and the processor of its pixels."""
 
-    def __init__(self, model: Any, source: str, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, source: str, device: torch.device, autocast: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Compute in the context of `autocast`, as rows are computed."""
+        self._autocast = autocast
         self._model = model
         self._source = source
         self._device = device
@@ -61,10 +66,6 @@ class Vision:
         self._pixels_of: cachetools.LRUCache[tuple[str, ...], Pixels] = cachetools.LRUCache(PIXEL_BYTES, _num_bytes)
         self._num_features: dict[tuple[object, ...], int] = {}
         self._why_other: str | None = "not measured"
-
-    @classmethod
-    def of(cls, model: Any, source: str, device: torch.device) -> Vision | None:
-        return cls(model, source, device) if hasattr(model, "get_image_features") else None
 
     def why_unseen(self, experience: Experience, logprobs: Callable[[Row, Tensor], Tensor]) -> str | None:
         """Return why the images of a chain cannot be computed as the engine saw them; None where they can.
@@ -157,7 +158,7 @@ class Vision:
         accepted = inspect.signature(self._model.forward).parameters
         given = {name: value for name, value in text.items() if name in accepted} | dict(self._pixels(first))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 logits = self._model(**{name: value.to(self._device) for name, value in given.items()}).logits[0]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return f"media_model: {self._source!r} computes no image here ({str(error)[:200]})"
@@ -179,7 +180,7 @@ class Vision:
             for name, value in pixels.items()
         )
         if shape not in self._num_features:
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 found = self._features({name: value.to(self._device) for name, value in pixels.items()})
             self._num_features[shape] = len(found[0])
         return self._num_features[shape]
