@@ -32,7 +32,7 @@ GROUPED = ROUTED | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 DELTA = {f"linear_{what}_head_dim": 128 for what in ("key", "value")} | {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,

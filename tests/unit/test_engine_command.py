@@ -174,10 +174,13 @@ def test_gpt_oss_gets_the_only_parser_that_vllm_takes_for_it(model_dir):
     assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--tool-call-parser") == "openai"
 
 
-def test_gated_delta_nets_are_served_in_bfloat16_on_a_cpu(model_dir):
-    model = _write_config(model_dir, text_config={"linear_key_head_dim": 128})
+@pytest.mark.parametrize(
+    "fields", [{"text_config": {"linear_key_head_dim": 128}}, {"quantization_config": {"quant_method": "fp8"}}]
+)
+def test_gated_delta_nets_and_quantised_weights_are_served_in_bfloat16_on_a_cpu(model_dir, fields):
+    model = _write_config(model_dir, **fields)
     assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--dtype") == "bfloat16"
-    with pytest.raises(EngineError, match="gated delta nets, which vLLM computes on a CPU in bfloat16 alone"):
+    with pytest.raises(EngineError, match="which vLLM computes on a CPU in bfloat16 alone"):
         check_served(model, gpu=False, lora=False, dtype="float32")
     check_served(model, gpu=True, lora=False, dtype="float32")
 

@@ -79,7 +79,7 @@ class EngineSettings(Settings):
     """Share of each GPU's memory that the engine takes; by default vLLM's own, nearly all."""
     dtype: str | None = None
     """Number format of the weights; by default the checkpoint's own on a GPU, and on a CPU float32, or bfloat16 for
-    gated delta nets."""
+    gated delta nets and quantised weights."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"

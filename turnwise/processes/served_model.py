@@ -20,6 +20,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DELTA_NET = "linear_key_head_dim"
 """A field that configurations with gated delta nets have."""
+QUANTISED = "quantization_config"
 HARMONY = "gpt_oss"
 """The model type whose prompts and replies vLLM handles in a way of their own, with one parser."""
 PARSERS = (
@@ -110,8 +111,12 @@ def check_chat_template(model: str, vllm_flags: Sequence[str]) -> None:
 
 
 def cpu_dtype_of(model: str) -> str:
-    """Return the number format in which vLLM computes a model on a CPU; it has gated delta nets in bfloat16 alone."""
-    return "bfloat16" if DELTA_NET in model_config(model) else "float32"
+    """Return the number format in which vLLM computes a model on a CPU.
+
+    It has gated delta nets, and weights that are quantised, in bfloat16 alone.
+    """
+    needs_16_bits = DELTA_NET in model_config(model) or QUANTISED in whole_config(model)
+    return "bfloat16" if needs_16_bits else "float32"
 
 
 def has_experts(model: str) -> bool:
@@ -149,8 +154,8 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> Non
     needed = cpu_dtype_of(model)
     if dtype not in (None, needed) and needed != "float32":
         raise EngineError(
-            f"the model {model!r} ({kind}) has gated delta nets, which vLLM computes on a CPU in {needed} alone, and "
-            f"dtype={dtype!r}; leave it out"
+            f"the model {model!r} ({kind}) has gated delta nets or quantised weights, which vLLM computes on a CPU in "
+            f"{needed} alone, and dtype={dtype!r}; leave it out"
         )
 
 
