@@ -2,7 +2,7 @@
 
 `make certify ARGS="NAME …"` does some of them and keeps the other rows; `ARGS="--loads NAME …"` only loads an adapter
 and whole weights into vLLM, in a tenth of the time, and `ARGS="--learns NAME …"` only trains the tiny task of
-`bench/learning`. `rows.json` has what was measured.
+`bench/learning`. A name may be the directory of another model. `rows.json` has what was measured.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ changes.
 """
 REFUSED = "\n*Refused* is before any token is sampled, and says why:\n\n"
 NOTES = """
-On a CPU, vLLM has no kernel for adapters of mixtures of experts: `turnwise engine --lora` refuses them. Adapters never
-change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers
-([images.md](images.md)). An engine with `--lora` does not load whole weights of Granite 4. LFM2 is computed
-otherwise by vLLM's CPU build before anything is loaded; the trainer's comparison of logprobs refuses its sessions.
+On a CPU, vLLM has no kernel for adapters of mixtures of experts. Adapters never change routers, the experts of a
+mixture, the last layers of Mamba's mixers, or vision towers ([images.md](images.md)). LFM2, and prompts of Mamba 2 that
+are longer than a block, are right on a CPU by Turnwise's plug-in in vLLM, not without it. GPT-OSS is only loaded: vLLM
+renders its chats with a vocabulary that has to be downloaded.
 """
 
 
@@ -61,12 +61,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
     for name in given.names or TINY:
-        directory = build(name, MODELS / name)
+        directory = build(name, MODELS / name) if name in TINY else Path(name)
         found: dict[str, Any] = {"learns": learns(name)} if given.learns else {}
         found |= {"loads": loads(name, directory)} if given.loads else {}
         kinds = {} if found else whole_product(name, directory, given.kind or ["full", "lora"])
         rows = json.loads(ROWS.read_text())
-        row = rows.setdefault(name, {})
+        row = rows.setdefault(directory.name, {})
         row |= {"architecture": architecture_of(directory), **found, "kinds": row.get("kinds", {}) | kinds}
         ROWS.write_text(json.dumps(rows, indent=1) + "\n")
         PAGE.write_text(page(rows))
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
 
 def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, Any]:
     """Return the dtype and the gap by kind, or why it was refused, and whether that was at the start."""
-    flags = ["--", "--language-model-only"] if TINY[name].vision is not None else []
+    flags = ["--", "--language-model-only"] if name in TINY and TINY[name].vision is not None else []
     kinds = [flag for kind in wanted for flag in ("--kind", kind)]
     subprocess.run([sys.executable, "-m", "turnwise", "certify", str(directory), *kinds, *flags], check=False)
     found = Certificate.read(str(directory))
@@ -115,7 +115,8 @@ def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, An
 
 def page(rows: dict[str, Any]) -> str:
     known = [rows[name] for name in TINY if name in rows]
-    return HEAD + "".join(f"{line(row)}\n" for row in known) + REFUSED + "".join(refusals(known)) + NOTES
+    real = [row | {"architecture": f"{row['architecture']}: {name}"} for name, row in rows.items() if name not in TINY]
+    return HEAD + "".join(f"{line(row)}\n" for row in known + real) + REFUSED + "".join(refusals(known)) + NOTES
 
 
 def refusals(rows: list[dict[str, Any]]) -> list[str]:

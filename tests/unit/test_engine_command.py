@@ -185,6 +185,23 @@ def test_gated_delta_nets_and_quantised_weights_are_served_in_bfloat16_on_a_cpu(
     check_served(model, gpu=True, lora=False, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_lora_rank": 512}, r"latent attention \(MLA\), which vLLM computes on a CPU otherwise"),
+        (
+            {"linear_key_head_dim": 128, "num_experts": 8},
+            "in bfloat16 alone, where rounding changes the choice of expe",
+        ),
+    ],
+)
+def test_what_vllm_computes_too_coarsely_on_a_cpu_is_refused_there_before_the_start(model_dir, fields, words):
+    model = _write_config(model_dir, **fields)
+    with pytest.raises(EngineError, match=words):
+        check_served(model, gpu=False, lora=False, dtype=None)
+    check_served(model, gpu=True, lora=False, dtype=None)
+
+
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_adapters_of_a_mixture_are_refused_on_a_cpu_before_the_start(model_dir, field):
     model = _write_config(model_dir, model_type="new_moe", **{field: 8})

@@ -20,6 +20,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DELTA_NET = "linear_key_head_dim"
 """A field that configurations with gated delta nets have."""
+LATENT = "kv_lora_rank"
+"""A field that configurations with latent attention have."""
 QUANTISED = "quantization_config"
 HARMONY = "gpt_oss"
 """The model type whose prompts and replies vLLM handles in a way of their own, with one parser."""
@@ -138,8 +140,11 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> Non
             f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
             "release that belongs to this torch with pip, or run `make setup`"
         )
-    if gpu:
-        return
+    if not gpu:
+        _check_on_cpu(model, kind, lora=lora, dtype=dtype)
+
+
+def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> None:
     size = head_size(model_config(model))
     if size is not None and size not in CPU_HEAD_SIZES:
         raise EngineError(
@@ -151,7 +156,17 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> Non
             f"the model {model!r} ({kind}) is a mixture of experts, and on a CPU vLLM has no kernel for adapters of "
             "one; train all weights (kind='full') and serve without --lora, or use a GPU"
         )
+    if LATENT in model_config(model):
+        raise EngineError(
+            f"the model {model!r} ({kind}) has latent attention (MLA), which vLLM computes on a CPU otherwise than "
+            "transformers, by up to 0.08 nats a token; serve another model, or use a GPU"
+        )
     needed = cpu_dtype_of(model)
+    if needed != "float32" and has_experts(model):
+        raise EngineError(
+            f"the model {model!r} ({kind}) is a mixture of experts that vLLM computes on a CPU in {needed} alone, "
+            "where rounding changes the choice of experts; serve another model, or use a GPU"
+        )
     if dtype not in (None, needed) and needed != "float32":
         raise EngineError(
             f"the model {model!r} ({kind}) has gated delta nets or quantised weights, which vLLM computes on a CPU in "
