@@ -153,6 +153,7 @@ NO_ANSWER = openai.APITimeoutError(httpx2.Request("POST", "http://127.0.0.1/v1/c
         (answered(400, "tools are not supported"), "refused", "tools are not supported"),
         (answered(500, "EngineDeadError: KeyError: 'qkv'"), "refused", "EngineDeadError: KeyError: 'qkv'"),
         (ChildFailed("version 1: the probe differs\nby 0.3"), "refused", "version 1: the probe differs"),
+        (ChildFailed("died; its log:\n  turnwise: a mixture\n  end"), "refused", "turnwise: a mixture"),
         (RuntimeError("CUDA error: an illegal memory access"), "refused", "CUDA error: an illegal memory access"),
         (answered(503, "the engine cannot be reached"), "not measured", "the engine cannot be reached"),
         (answered(500, "EngineDeadError: CUDA out of memory"), "not measured", "EngineDeadError: CUDA out of memory"),

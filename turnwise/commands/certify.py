@@ -59,6 +59,8 @@ PASSING_CAUSE = re.compile(
     re.IGNORECASE,
 )
 """What says nothing about the model: this machine's memory or disk, a process that was killed, or time that ran out."""
+OWN_ERROR = "turnwise: "
+"""Begin of the line in which our commands say why they end."""
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -100,10 +102,12 @@ class KindResult:
         if self.refused is not None or self.unfinished is not None:
             return
         text = str(error).strip() or type(error).__name__
+        first, *log = text.splitlines()
+        said = next((line.strip() for line in reversed(log) if line.strip().startswith(OWN_ERROR)), first)
         if _is_passing(error) or PASSING_CAUSE.search(text):
-            self.unfinished = text.splitlines()[0]
+            self.unfinished = said
         else:
-            self.refused = text.splitlines()[0]
+            self.refused = said
 
 
 def _is_passing(error: Exception) -> bool:

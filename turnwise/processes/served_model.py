@@ -151,11 +151,6 @@ def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> No
             f"the model {model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
             f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
         )
-    if lora and has_experts(model):
-        raise EngineError(
-            f"the model {model!r} ({kind}) is a mixture of experts, and on a CPU vLLM has no kernel for adapters of "
-            "one; train all weights (kind='full') and serve without --lora, or use a GPU"
-        )
     if LATENT in model_config(model):
         raise EngineError(
             f"the model {model!r} ({kind}) has latent attention (MLA), which vLLM computes on a CPU otherwise than "
@@ -166,6 +161,11 @@ def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> No
         raise EngineError(
             f"the model {model!r} ({kind}) is a mixture of experts that vLLM computes on a CPU in {needed} alone, "
             "where rounding changes the choice of experts; serve another model, or use a GPU"
+        )
+    if lora and has_experts(model):
+        raise EngineError(
+            f"the model {model!r} ({kind}) is a mixture of experts, and on a CPU vLLM has no kernel for adapters of "
+            "one; train all weights (kind='full') and serve without --lora, or use a GPU"
         )
     if dtype not in (None, needed) and needed != "float32":
         raise EngineError(
