@@ -26,8 +26,8 @@ ROWS = Path(__file__).with_name("rows.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODELS = Path(__file__).parents[2] / "runs" / "certify" / "models"
 KINDS = {"lora": "adapter", "full": "weights"}
-PLACE = re.compile(r"'/[^']*'")
-"""A model's directory."""
+NAMED = re.compile(r"^turnwise: |(?<=the model) '/[^']*' \(\w+\)")
+"""What a reason says of one model alone."""
 HEAD = """# Models
 
 `make certify` writes this page, on a CPU, from tiny random models that have the classes and names of the official
@@ -48,8 +48,7 @@ REFUSED = "\n*Refused* is before any token is sampled, and says why:\n\n"
 NOTES = """
 On a CPU, vLLM has no kernel for adapters of mixtures of experts. Adapters never change routers, the experts of a
 mixture, the last layers of Mamba's mixers, or vision towers ([images.md](images.md)). LFM2, and prompts of Mamba 2 that
-are longer than a block, are right on a CPU by Turnwise's plug-in in vLLM, not without it. GPT-OSS is only loaded: vLLM
-renders its chats with a vocabulary that has to be downloaded.
+are longer than a block, are right on a CPU by Turnwise's plug-in in vLLM, not without it.
 """
 
 
@@ -125,7 +124,7 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         for kind, each in row["kinds"].items():
             if each["refused"] is not None:
-                reason = PLACE.sub("MODEL", each["refused"])
+                reason = NAMED.sub("", each["refused"])
                 found.setdefault(reason, []).append(f"{row['architecture']} ({KINDS[kind]})")
     return [f"* {', '.join(names)}: {reason}\n" for reason, names in found.items()]
 
