@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harnesses.entry import PROMPT, Tool, npm, pypi
@@ -32,6 +32,17 @@ def _submit(text: str) -> Reply:
     return Reply(text="Done.", tool_calls=[ToolCall(name="bash", arguments={"command": command})])
 
 
+def _search_and(calls: Sequence[ToolCall]) -> Reply:
+    """Return the reply that looks for a tool whose schema was left out of the prompt, and calls others beside it."""
+    search = ToolCall(name="ToolSearch", arguments={"query": "select:WebFetch", "max_results": 1})
+    return Reply(text="I look.", tool_calls=[search, *calls])
+
+
+OWN_PROVIDER = (
+    'exec "$0" exec --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox '
+    '-m "$OPENAI_MODEL" -c "openai_base_url=\\"$OPENAI_BASE_URL\\"" "$1"'
+)
+"""Codex with the provider that it has for OpenAI, which asks for a WebSocket first; `config.toml` has no other one."""
 COMMAND_LINE = (
     npm(
         "Claude Code",
@@ -64,6 +75,30 @@ COMMAND_LINE = (
         tool=Tool("exec_command", "cmd", {"yield_time_ms": 60_000}),
         delegate=Tool("multi_agent_v1__spawn_agent", "message"),
         delegates_in_background=True,
+    ),
+    npm(
+        "Claude Code, tool search",
+        "@anthropic-ai/claude-code",
+        "as Claude Code, with `ENABLE_TOOL_SEARCH=true`",
+        platform_binary(
+            "@anthropic-ai/claude-code", "claude", "-p", PROMPT, "--output-format", "json", "--allowedTools", "Bash"
+        ),
+        dialect="messages",
+        agent="claude-code",
+        tool=Tool("Bash", others={"description": "check"}),
+        ask=_search_and,
+        first_text="Available agent types",
+        environment={"ENABLE_TOOL_SEARCH": "true"},
+        remark="What it finds is a tool of its next request, which other tools in the prompt make a new chain.",
+    ),
+    npm(
+        "Codex CLI, its own provider",
+        "@openai/codex",
+        "`openai_base_url = …/v1` in `config.toml`, `CODEX_API_KEY`",
+        lambda directory: ["sh", "-c", OWN_PROVIDER, str(directory / "node_modules" / ".bin" / "codex"), PROMPT],
+        dialect="responses",
+        tool=Tool("exec_command", "cmd", {"yield_time_ms": 60_000}),
+        environment={"CODEX_API_KEY": "any"},
     ),
     npm(
         "Gemini CLI",

@@ -50,6 +50,14 @@ def _dspy_last(text: str) -> Reply:
 
 FRAMEWORKS = (
     dev("LangGraph", "langgraph", "`ChatOpenAI(base_url=…/v1)`", python_program("langgraph_agent"), delegate=TASK),
+    pypi(
+        "LangChain, ChatAnthropic",
+        "langchain-anthropic",
+        "`ChatAnthropic(base_url=…)` (no `/v1`)",
+        python_program("langchain_anthropic_agent"),
+        beside=("langchain",),
+        dialect="messages",
+    ),
     dev(
         "OpenAI Agents SDK",
         "openai-agents",
