@@ -46,6 +46,7 @@ def create_app(services: Services | None = None) -> FastAPI:
     records = (sessions, turns, rewards, feedback)
     for module in (*records, policies, keys, operations, openapi):
         app.include_router(module.router)
+    app.include_router(keys.consents)
     app.include_router(operations.control)
     page = web.PageFiles()
     app.add_route("/", page.index, include_in_schema=False)

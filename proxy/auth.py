@@ -80,6 +80,8 @@ ACTION_OF_ROUTE = {
     "POST /v1/rewards": "reward",
     "POST /v1/feedback": "reward",
     "GET /v1/feedback": "read",
+    "GET /v1/consent": "read",
+    "POST /v1/consent": "label",
     "GET /v1/experiences": "experiences",
     "GET /v1/policies": "read",
     "POST /v1/policies": "publish",
@@ -119,6 +121,9 @@ class Principal:
     """Whether the root has a token budget of its own."""
     policy_id: int = DEFAULT_POLICY
     """The policy that new sessions of the key sample with; that of a session key's session is stored with it."""
+    train: bool = True
+    record: bool = True
+    """False where the root is marked: the sessions that it calls in are not trained, or not even recorded."""
 
     @property
     def root_key_id(self) -> str:
@@ -234,6 +239,8 @@ class Authenticator:
             key_id=key.key_id,
             has_budget=key.token_budget is not None,
             policy_id=key.policy_id,
+            train=key.train,
+            record=key.record,
         )
         return principal
 
@@ -260,21 +267,24 @@ class Authenticator:
         if not hmac.compare_digest(mac.encode(), self._mac(payload).encode()):
             raise _refused("was not made by this proxy")
         parts = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode().split("\0")
-        tenant, session_id, created_at, root, role, expires_at = parts
+        tenant, session_id, created_at, root_id, role, expires_at = parts
         if expires_at and time.time() >= int(expires_at):
             raise _refused("has expired")
+        root = await self._root(root_id)
         return Principal(
             tenant=tenant,
             role=role,
             key_id=f"session-{tenant}/{session_id}",
-            parent_key_id=root,
+            parent_key_id=root_id,
             session_id=session_id,
             session_created_at=int(created_at),
-            has_budget=await self._check_root(root),
+            has_budget=root.has_budget,
+            train=root.train,
+            record=root.record,
         )
 
-    async def _check_root(self, key_id: str) -> bool:
-        """Return whether the root of a session key has a budget of its own.
+    async def _root(self, key_id: str) -> Principal:
+        """Return the principal of a session key's root.
 
         Raises:
             Unauthorized: the root is not valid any more.
@@ -282,11 +292,11 @@ class Authenticator:
         if key_id == OPEN:
             if not await self.is_open():
                 raise _refused("was made while the proxy had no API keys")
-            return False
+            return _open_principal(b"")
         root = await self._find_valid(key_id.encode(), lambda connection: keys.valid_key(connection, key_id))
         if root is None:
             raise _refused("was made with an API key that is expired, revoked or deleted")
-        return root.has_budget
+        return root
 
     def _mac(self, payload: str) -> str:
         mac = hmac.new(self._secret, payload.encode(), hashlib.sha256).digest()[:MAC_BYTES]

@@ -133,6 +133,9 @@ class Metrics:
         self.sessions = self._counter(
             "turnwise_sessions", "Sessions by the event that started or ended them", ["event"]
         )
+        self.restricted = self._counter(
+            "turnwise_restricted_sessions", "Sessions that were marked `train = false` after they were created"
+        )
         self.rewards = self._counter("turnwise_rewards", "Rewards written", ["target"])
         self.commit_seconds = self._histogram(
             "turnwise_commit_seconds", "Time that a turn waits for its commit, including queueing"

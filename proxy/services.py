@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from fastapi import Request
 
@@ -37,7 +37,10 @@ from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
+from proxy.writer.process import redacted_document
 from turnwise.errors import EngineUnsuitable, StoreError
+from turnwise.settings import load_object
+from turnwise.store import consent
 from turnwise.store.database import Database
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class Services:
     ) -> None:
         faults = FaultPoints(settings.fault)
         self.settings = settings
+        self._redact = None if settings.redactor is None else load_object(settings.redactor, "redactor")
         self.peers = peers
         self.metrics = metrics = Metrics(metrics_directory)
         self.database = database
@@ -132,6 +136,25 @@ class Services:
         """Remove a session from the memory of all workers, because its row in the store has changed."""
         self.sessions.cache.drop((tenant, session_id))
         self.peers.announce(SessionChanged(tenant, session_id))
+
+    def redacted(self, document: Any) -> Any:
+        """Return what the control plane stores of a JSON document that a client gave."""
+        return document if self._redact is None else redacted_document(document, self._redact)
+
+    async def restrict(self, change: Callable[..., consent.Restricted], *of: Any) -> int:
+        """Mark sessions as not to be trained, in short transactions; return how many were marked.
+
+        They stay in memory: the writing process reads `record` with each turn that it stores.
+        """
+        number = after = 0
+        while True:
+            async with self.writer.slices:
+                found, after = await self.writer.do(change, *of, after)
+            if not found:
+                break
+            number += len(found)
+        self.metrics.restricted.inc(number)
+        return number
 
     def forget_keys(self) -> None:
         self.authenticator.forget()

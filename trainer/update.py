@@ -114,7 +114,7 @@ class Updates:
 
         With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
         quarter of the batch is to have an advantage. Nothing is waited for while other policies could train, which is
-        where `patience` is 0.
+        where `patience` is 0. Sessions that were marked as not to be trained meanwhile are left out.
         """
         settings, singles = self.settings, self.settings.singles_per_group
         until = time.monotonic() + (0.0 if patience == 0 else refill_limit(settings))
@@ -131,7 +131,9 @@ class Updates:
             if more is None:
                 break
             claimed = more
-        return claimed
+        denied = self._learner.world.from_first(lambda: self._claims.denied_since(claimed.experiences))
+        left = [experience for experience in claimed.experiences if experience.session_key not in denied]
+        return dataclasses.replace(claimed, experiences=left) if denied else claimed
 
     def select(self, claimed: ClaimedBatch, state: State) -> Selection:
         keys = {experience.group_key for experience in claimed.experiences}

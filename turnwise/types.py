@@ -147,6 +147,10 @@ class Role(enum.StrEnum):
 
 FORKED = "forked"
 """Reason of an untrainable turn that is a copy of another session's turn."""
+NOT_RECORDED = "not_recorded"
+"""Reason of an untrainable turn of a session with `record` false: it has neither texts nor tokens."""
+REDACTED = "redacted"
+"""Reason of an untrainable turn that is stored without tokens, because its text or an ancestor's was redacted."""
 FEEDBACK = "feedback"
 """What ends the sessions that a demonstration is trained in."""
 MAX_REWARD = 1e6
@@ -234,6 +238,12 @@ class Session:
     metadata: Json = dataclasses.field(default_factory=dict)
     user_id: str | None = None
     """The person or account that the agent serves, as the application names it: a filter, also of deletions."""
+    key_id: str | None = None
+    """The API key that opened it, or that made the session key that did; None for sessions of imports and feedback."""
+    train: bool = True
+    """False: nothing of it is trained, exported, judged or replayed. It does not become true again."""
+    record: bool = True
+    """False: its calls are served, and nothing that was said in them is stored; `train` is false too."""
     opened_by: str | None = None
     """`api` for a session created by `POST /v1/sessions`, `call` for one created by its first call, `import` for an
     imported one."""
@@ -432,6 +442,29 @@ class Feedback:
     """The group that a demonstration is trained in by SFT and DPO; None for other kinds."""
     source: str | None = None
     """Where it comes from, such as the name of an application; free text."""
+    written_by: str | None = None
+    """The API key that wrote it; set by the proxy."""
+    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+
+
+class ConsentOf(enum.StrEnum):
+    """What can be marked as not to be trained, beside a session."""
+
+    USER = "user"
+    KEY = "key"
+    TENANT = "tenant"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConsentMark:
+    """The calls of an end user, a key or a tenant are not trained, as if each of its sessions had `train` false."""
+
+    tenant: str = "default"
+    kind: ConsentOf
+    name: str = ""
+    """The user's or the key's id; empty for the whole tenant."""
+    record: bool = True
+    """False: nothing of its calls is stored either."""
     written_by: str | None = None
     """The API key that wrote it; set by the proxy."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)

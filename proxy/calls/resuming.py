@@ -13,7 +13,7 @@ from turnwise.store import turns
 from turnwise.store.database import Connection, Database
 from turnwise.store.media import read_media
 from turnwise.store.turns import TurnView
-from turnwise.types import image_digests
+from turnwise.types import NOT_RECORDED, image_digests
 
 
 async def read_turns(database: Database, turn_ids: Sequence[str], principal: Principal) -> dict[str, TurnView]:
@@ -52,7 +52,7 @@ async def resume(database: Database, call: Call, principal: Principal) -> None:
     if previous is None:  # the first call of the conversation
         return
     earlier = (await read_turns(database, [previous], principal)).get(previous)
-    if earlier is None:
+    if earlier is None or earlier.turn.reason == NOT_RECORDED:
         raise NotFound(
             f"previous response {previous!r} is not stored; send the whole conversation",
             code="previous_response_not_found",

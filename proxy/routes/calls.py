@@ -28,8 +28,9 @@ from proxy.limits.bodies import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.routes.reply_sender import Endpoint, ReplySender
 from proxy.sessions.conversation import has_media
-from proxy.sessions.which import identify
+from proxy.sessions.which import identify, next_prefix
 from turnwise.engine_plugin.images import FIELD
+from turnwise.store import consent
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -159,7 +160,13 @@ class SampleEndpoint(Endpoint):
         if has_media(call.messages):
             await services.images.take(call)
         admission.running = await services.relay.begin(call, principal, attempt)
-        reply.headers[SESSION] = admission.running.place.live.session.session_id
+        live = admission.running.place.live
+        if not call.train and (live.session.train or live.session.record > call.record):
+            name = live.session.session_id
+            of = live.session.tenant, name, next_prefix(name), call.record
+            await services.restrict(consent.restrict_session, *of)
+            live.session = dataclasses.replace(live.session, train=False, record=live.session.record and call.record)
+        reply.headers[SESSION] = live.session.session_id
         return None
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:

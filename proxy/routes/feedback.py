@@ -33,7 +33,7 @@ from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import FeedbackRewards
 from turnwise.chains import as_root, images_of, is_trainable, token_keys
-from turnwise.errors import InvalidRequest
+from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import feedback, selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
@@ -117,7 +117,8 @@ async def post_feedback(
     algorithm of this name trains. The request can be repeated.
     """
     template = services.sessions.template
-    given, group = await services.database.fetch(_feedback, template, principal, wanted)
+    clean = services.redacted(wanted.value)
+    given, group = await services.database.fetch(_feedback, template, principal, wanted, clean)
     if group and (services.budgets.are_set or principal.has_budget):
         await services.budgets.check(principal)
     stored = await services.writer.do(
@@ -142,16 +143,30 @@ async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Re
 
 
 def _feedback(
-    connection: Connection, template: ChatTemplate | None, principal: Principal, wanted: NewFeedback
+    connection: Connection,
+    template: ChatTemplate | None,
+    principal: Principal,
+    wanted: NewFeedback,
+    clean: float | str | None,
 ) -> tuple[Feedback, list[feedback.Member]]:
-    """Return the feedback as a record, and the sessions of a demonstration's group, the better reply first."""
+    """Return the feedback as a record, and the sessions of a demonstration's group, the better reply first.
+
+    Of a text that is not what it is `clean`, without what may not be stored, nothing is trained.
+    """
     session_id = wanted.session_id
     if wanted.turn_id is not None:
         session_id = selection.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
     assert session_id is not None
     principal.require_session(session_id)
     original = sessions.read_session(connection, principal.tenant, session_id)
-    content: Json = {"value": wanted.value}
+    if isinstance(clean, str) and not original.record:
+        raise Conflict(
+            f"session {session_id!r} is not recorded (`record` is false), and no text about it is stored; post a thumb "
+            "or a rating",
+            param="value",
+            code="session_not_recorded",
+        )
+    content: Json = {"value": clean}
     content |= {} if wanted.scale is None else {"scale": list(wanted.scale)}
     content |= {"over": wanted.over} if wanted.over else {}
     given = Feedback(
@@ -165,6 +180,8 @@ def _feedback(
         written_by=principal.key_id,
     )
     group: list[feedback.Member] = []
+    if clean != wanted.value:
+        return given, group
     if given.kind is FeedbackKind.DEMONSTRATION:
         given = dataclasses.replace(given, group_id=feedback.new_group_id())
         group = _group(connection, template, principal, given, original)
@@ -194,6 +211,12 @@ def _group(
         raise InvalidRequest(f"turn {given.turn_id!r} cannot be preferred to itself; leave it out", param="over")
     paths = [turns.turns_to(connection, turn_id, given.tenant)[1] for turn_id in (given.turn_id, *dict.fromkeys(over))]
     asked = [as_root(path) for path in paths]
+    if not paths[0][-1].prompt_length:
+        raise InvalidRequest(
+            f"turn {given.turn_id!r} is stored without its tokens, because it was redacted or not recorded; send the "
+            "reply as kind `comment`",
+            param="turn_id",
+        )
     for turn in asked[1:]:
         principal.require_session(turn.session_id)
         keys, first_keys = (token_keys(each.prompt_delta, images_of([each])) for each in (turn, asked[0]))

@@ -21,12 +21,14 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from proxy.routes import operations, rewards, sessions, turns
 from proxy.routes.control import PUBLIC
+from proxy.routes.keys import Consent
 from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store import arms, keys, overview, policies, retention, updates
 from turnwise.store import turns as stored_turns
 from turnwise.types import (
+    ConsentMark,
     Feedback,
     Json,
     Logprobs,
@@ -275,6 +277,8 @@ NewKeyAnswer = answer_model(
     key=_field(str, "The whole key. Only this answer has it."),
 )
 
+ConsentAnswer = answer_model("ConsentAnswer", Consent)
+ConsentList = page_model("ConsentList", ConsentMark, "Some marks.")
 KeyList = page_model("KeyList", ListedKey, "All keys of the tenant.")
 CountsAnswer = answer_model(
     "CountsAnswer",

@@ -201,11 +201,11 @@ async def list_experiences(
     of the turn, or of a chain under step-wise credit the sum of its turns'; `session_reward` that of the session.
     `return` and `advantage` have one value a turn. Before training `advantage` is what `grpo` would compute from the
     sessions of the group that are over now, and null for a session without a group. Sessions are read in pages, each as
-    it is then.
+    it is then. Those that are marked `train = false` are left out; `train=false` returns them alone.
     """
     if gamma and credit is Credit.PROPAGATE:
         raise InvalidRequest(GAMMA_UNUSED, param="gamma")
-    wanted = dataclasses.replace(matching, session_id=session_id)
+    wanted = dataclasses.replace(matching, session_id=session_id, train=matching.train is not False)
     roles = TRAINED_ROLES if role is None else frozenset(role)
     shape = experiences.Shape(
         credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge

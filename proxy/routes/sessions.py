@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StrictBool, field_validator, model_validator
 
 from proxy.auth import Principal
 from proxy.routes.control import (
@@ -35,9 +35,9 @@ from proxy.routes.control import (
 )
 from proxy.routes.summaries import Summary, summarise_sessions, training_note
 from proxy.services import Services
-from proxy.sessions.which import SESSION_ID, check_has_policy, check_id
+from proxy.sessions.which import SESSION_ID, check_has_policy, check_id, next_prefix
 from proxy.settings import check_pinnable
-from turnwise.store import policies, retention, search, selection, sessions, statements, turns
+from turnwise.store import consent, policies, retention, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Credit, Json, Label, Outcome, Reward, Role, Session, SessionStatus, Split
@@ -52,6 +52,7 @@ def session_filter(
     split: Split | None = None,
     status: SessionStatus | None = None,
     user_id: Id | None = None,
+    train: Annotated[bool | None, Query(description="Whether it may be trained.")] = None,
     label: LabelName | None = None,
     policy: Annotated[Text | None, Query(description="Name of the policy that samples.")] = None,
     metadata: Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")] = None,
@@ -63,6 +64,7 @@ def session_filter(
         split=split,
         status=status,
         user_id=user_id,
+        train=train,
         label=label,
         policy=policy,
         metadata=metadata,
@@ -123,6 +125,10 @@ class NewSession(Body):
     """Name of the policy that samples, by default the key's; it cannot change."""
     user_id: Id | None = None
     """The person or account that the agent serves; `turnwise forget --user-id` deletes its sessions."""
+    train: StrictBool = True
+    """False: nothing of it is ever trained, exported, judged or replayed."""
+    record: StrictBool = True
+    """False: nor is anything stored that is said in it."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Sampling parameters that override those of the session's calls, and pins of the proxy."""
     key_may: Literal["call", "call_and_reward"] = "call"
@@ -140,6 +146,8 @@ class NewSession(Body):
     def _gamma_has_an_effect(self) -> NewSession:
         if self.gamma and self.credit is Credit.PROPAGATE:
             raise ValueError(GAMMA_UNUSED)
+        if not self.record:
+            self.train = False
         return self
 
 
@@ -179,8 +187,14 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
         named = await services.database.fetch(policies.find_policy, principal.tenant, wanted.policy)
         policy_id = named.policy_id
     services.pool.check_in_use(policy_id)
-    session = Session(session_id=session_id, tenant=principal.tenant, policy_id=policy_id, opened_by="api", **fields)
+    of: Json = {"tenant": principal.tenant, "policy_id": policy_id, "key_id": principal.root_key_id, "opened_by": "api"}
+    fields["metadata"] = services.redacted(wanted.metadata)
+    session = Session(session_id=session_id, **of, **fields)
     stored = await services.sessions.cache.create(session)
+    if stored.train > session.train or stored.record > session.record:
+        marked = principal.tenant, session_id, next_prefix(session_id), session.record
+        await services.restrict(consent.restrict_session, *marked)
+        stored = dataclasses.replace(stored, train=session.train, record=session.record and stored.record)
     if wanted.policy is not None:
         check_has_policy(stored, policy_id, wanted.policy, param="policy")
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
@@ -243,8 +257,12 @@ async def fork_turn(
         session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
         tenant=principal.tenant,
         policy_id=forked.policy_id,
+        key_id=principal.root_key_id,
         opened_by="api",
-        metadata={**wanted.metadata, "forked_from": {"session_id": forked.session_id, "turn_id": turn_id}},
+        metadata={
+            **services.redacted(wanted.metadata),
+            "forked_from": {"session_id": forked.session_id, "turn_id": turn_id},
+        },
         **fields | {name: getattr(forked, name) for name in left_out},
     )
     stored = await services.sessions.cache.fork(session, turn_id, before=wanted.at == "before")

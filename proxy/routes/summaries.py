@@ -89,6 +89,8 @@ def training_note(conn: Connection, session: Session) -> str:
     """Return what a session that is over waits for until it is trained, or why it is not trained, as a sentence."""
     if session.split is Split.EVAL:
         return "A session of split `eval` is not trained."
+    if not session.train:
+        return "The session is marked `train = false` and is not trained."
     left_out = sampling.count_not_trained(turns.newest_samplings(conn, session.tenant, session.session_id))
     return _waits_for(conn, session) + ("" if left_out is None else f" {left_out} {sampling.ADVICE}")
 

@@ -249,11 +249,11 @@ class SessionCache(LiveSessions):
         # Some may have been committed here meanwhile.
         self.add_turns(live, [turn for turn in found if turn.turn_id not in live.forest.by_id])
 
-    async def tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds:
-        """Return the prompt and sampled ids of a turn."""
+    async def tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds | None:
+        """Return the prompt and sampled ids of a turn; None if they have left the memory and are not stored."""
         tokens = turn.tokens
-        if tokens is None:
-            turn.tokens = tokens = encode_ids(await self._database.fetch(conversations.full_tokens, turn.turn_id))
+        if tokens is None and (ids := await self._database.fetch(conversations.full_tokens, turn.turn_id)) is not None:
+            turn.tokens = tokens = encode_ids(ids)
             self.keep_tokens(live, turn)
         return tokens
 

@@ -143,7 +143,7 @@ class Sessions:
                     f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
                     code="session_not_open",
                 )
-            live = await self._open_next(live, call)
+            live = await self._open_next(live, call, principal.root_key_id)
         return await self._place(live, call, principal)
 
     async def _place(
@@ -169,7 +169,7 @@ class Sessions:
             searched = await self._read(call, principal)
         return CallPlace(live, searched, inferred_by)
 
-    async def _open_next(self, over: LiveSession, call: Call) -> LiveSession:
+    async def _open_next(self, over: LiveSession, call: Call, key_id: str) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
 
         An application keeps the id that it has chosen, for example after an hour of silence.
@@ -179,7 +179,7 @@ class Sessions:
         if newest is None:
             newest = await self._database.fetch(conversations.newest_generation, tenant, next_prefix(name))
         for number in itertools.count(max(newest, 2)):
-            wanted = _opened_by_call(next_id(name, number), (tenant, "", over.session.policy_id), call)
+            wanted = _opened_by_call(next_id(name, number), (tenant, key_id, over.session.policy_id), call)
             user_id = over.session.user_id if wanted.user_id is None else wanted.user_id
             wanted = dataclasses.replace(wanted, continues=next_id(name, number - 1), user_id=user_id)
             live = await self.cache.open(wanted)
@@ -236,7 +236,10 @@ class Sessions:
             place.reason = break_reason(conversation, live.forest)
         else:
             tokens, keep_thinking = await self.cache.tokens(live, parent), self._settings.thinking == "keep"
-            await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
+            if tokens is None:
+                place.reason = "tokens_not_stored"
+            else:
+                await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
 
     async def _reserve_deepest(self, place: CallPlace, call: Call) -> KnownTurn | None:
         live, conversation = place.live, place.conversation
@@ -320,13 +323,16 @@ class Sessions:
 
 def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
     """Return a new session that nobody has created explicitly; one of a version that its call names is not trained."""
-    tenant, _, policy_id = caller
+    tenant, key_id, policy_id = caller
     return Session(
         session_id=session_id,
         tenant=tenant,
         policy_id=policy_id,
         split=Split.TRAIN if call.policy_version is None else Split.EVAL,
         user_id=end_user(call),
+        key_id=key_id,
+        train=call.train,
+        record=call.record,
         opened_by="call",
     )
 

@@ -65,7 +65,8 @@ class Writer:
 
     def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
         url, seconds = settings.database.get_secret_value(), settings.commit_timeout_seconds
-        self._setup = Setup(url, min(LOCK_SECONDS, seconds), settings.fault, os.getpid(), settings.log_format)
+        lock_seconds = min(LOCK_SECONDS, seconds)
+        self._setup = Setup(url, lock_seconds, settings.fault, os.getpid(), settings.log_format, settings.redactor)
         self._metrics = metrics
         self._timeout_seconds = seconds
         self._numbers = itertools.count()

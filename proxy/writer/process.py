@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import gc
 import itertools
+import json
 import logging
 import math
 import os
@@ -32,13 +33,15 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
+from turnwise.settings import load_object
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
 from turnwise.store.media import Media
+from turnwise.store.rows import TURNS
 from turnwise.support import pack
 from turnwise.telemetry.logs import LogFormat, configure_logging
-from turnwise.types import Outcome, Reward, Session, Turn
+from turnwise.types import REDACTED, Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256
@@ -64,6 +67,8 @@ class Setup(NamedTuple):
     proxy_pid: int
     """Process id of the proxy that started it."""
     log_format: LogFormat = "text"
+    redactor: str | None = None
+    """The setting of this name."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -145,6 +150,34 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
     return row
 
 
+def redacted_document(document: Any, redact: Callable[[str], str]) -> Any:
+    """Return a JSON document with all of its texts redacted, but for media in `data:` URLs."""
+    if isinstance(document, str):
+        return document if document.startswith("data:") else redact(document)
+    if isinstance(document, list):
+        return [redacted_document(each, redact) for each in document]
+    if isinstance(document, dict):
+        return {redact(name): redacted_document(value, redact) for name, value in document.items()}
+    return document
+
+
+def redacted(row: turns.TurnRow, redact: Callable[[str], str]) -> turns.TurnRow:
+    """Return a row without what the redactor replaces in its texts, and then also without its tokens.
+
+    A redactor that fails must not let a text pass: nothing of the turn's texts and tokens is stored then.
+    """
+    found: turns.TurnRow = {}
+    try:
+        for name in filter(row.get, TURNS.documents):
+            document = json.loads(row[name]) if isinstance(row[name], str) else row[name]
+            if (clean := redacted_document(document, redact)) != document:
+                found[name] = clean
+    except Exception:  # the redactor is another program's; what it raises is counted as the turn's reason
+        log.exception("the redactor failed at turn %s, which is stored without its texts and tokens", row["turn_id"])
+        return turns.without_tokens(row, "redactor_failed", with_texts=False)
+    return turns.without_tokens(row | found, REDACTED) if found else row
+
+
 def _support(sent: turns.TurnRow, num_tokens: int) -> bytes | None:
     """Return the stored form of a turn's support; None if it is known of no token, or is of other tokens."""
     try:
@@ -170,7 +203,10 @@ def ids_from_text(text: bytes) -> bytes:
 class Committer:
     """Writes batches of jobs."""
 
-    def __init__(self, database: Database, faults: FaultPoints, proxy_pid: int, link: socket.socket) -> None:
+    def __init__(
+        self, database: Database, faults: FaultPoints, proxy_pid: int, link: socket.socket, redactor: str | None = None
+    ) -> None:
+        self._redact = None if redactor is None else load_object(redactor, "redactor")
         self._database = database
         self._link = link
         self._reported_at = -math.inf
@@ -226,7 +262,7 @@ class Committer:
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}
         opens = [(job.number, job.work) for job in batch if isinstance(job.work, Session)]
-        appends = {job.number: list(map(complete, job.work)) for job in batch if isinstance(job.work, list)}
+        appends = {job.number: list(map(self._complete, job.work)) for job in batch if isinstance(job.work, list)}
         with self._database.write() as connection:
             if opens:
                 opened = sessions.create_sessions(connection, [session for _, session in opens])
@@ -242,6 +278,9 @@ class Committer:
                 self._faults.point("in_transaction")
             self._exit_with_proxy()
         return results
+
+    def _complete(self, sent: turns.TurnRow) -> turns.TurnRow:
+        return complete(sent) if self._redact is None else redacted(complete(sent), self._redact)
 
     def _exit_with_proxy(self) -> None:
         """Exit at once if the proxy has ended: no client has seen a reply to what is still uncommitted."""
@@ -296,7 +335,7 @@ def serve(link: socket.socket) -> None:
     log_handler = configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     faults = FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid))
-    committer = Committer(database, faults, setup.proxy_pid, link)
+    committer = Committer(database, faults, setup.proxy_pid, link, setup.redactor)
     committer.note_progress()
     num_lost = 0
     for jobs in itertools.chain([early], arriving):

@@ -22,6 +22,7 @@ from turnwise.store import (
     archive,
     arms,
     claims,
+    consent,
     conversations,
     experiences,
     feedback,
@@ -49,6 +50,8 @@ from turnwise.store.processes import Activity, TrainerStatus
 from turnwise.store.search import Contents
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
+    ConsentMark,
+    ConsentOf,
     Feedback,
     FeedbackKind,
     Label,
@@ -217,6 +220,21 @@ def _keys(conn: sa.Connection) -> None:
     keys.used_by_key(conn, "t", since_day=1)
 
 
+def _consent(conn: sa.Connection) -> None:
+    """Mark a user with a session that continues another, and its copies; lift the mark."""
+    mark = ConsentMark(tenant="t", kind=ConsentOf.USER, name="kim")
+    consent.put_mark(conn, mark)
+    consent.put_mark(conn, dataclasses.replace(mark, record=False))
+    consent.restrict_marked(conn, mark)
+    consent.restrict_session(conn, "t", "s", "s~", False)
+    sessions.create_session(conn, dataclasses.replace(_session("s~2"), continues="s"))
+    consent.inherit(conn, ("t", "s~2"), ["s"])
+    consent.list_marks(conn, "t", limit=1, after=("user", "a"))
+    consent.count_marks(conn, "t")
+    experiences.denied_since(conn, [("t", "s")])
+    consent.lift_mark(conn, mark)
+
+
 def _regroup(conn: sa.Connection) -> None:
     """Move a session from its own group to another, and set the size of that group."""
     changed = Session(session_id="s", tenant="t", group_id="g", group_size=3)
@@ -334,6 +352,8 @@ OF_TENANT: dict[str, Ask] = {
             opened(c), lambda conn: retention.delete_sessions(conn, SessionFilter(tenant="t", user_id="kim"))
         ),
     ),
+    "consent": _consent,
+    "sessions that are not trained": lambda c: sessions.list_sessions(c, SessionFilter(tenant="t", train=False)),
     "a tenant without sessions": lambda c: retention.delete_tenant(c, "nobody"),
 }
 """Calls of one tenant: their work must not grow with the data of others."""

@@ -290,6 +290,11 @@ class Ledger:
         )
         return [resolved(experience, self._vocabulary) for experience in found]
 
+    def denied_since(self, read: Sequence[Experience]) -> set[SessionKey]:
+        """Return those of the sessions that were marked as not to be trained after they were read."""
+        keys = {experience.session_key for experience in read}
+        return self.read(lambda conn: experiences.denied_since(conn, keys))
+
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
         """Return the chains of this number of imported groups, drawn at random; of all where there are fewer."""
         stored = self.read(lambda conn: groups.imported_groups(conn, self.policy_id))

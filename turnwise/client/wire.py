@@ -68,6 +68,10 @@ class SessionFields(TypedDict, total=False):
     """Name of the policy that samples; by default the key's."""
     user_id: str
     """The person or account that the agent serves."""
+    train: bool
+    """False: nothing of it is ever trained, exported or judged."""
+    record: bool
+    """False: nor is anything stored that is said in it."""
     sampling: Json
     """Sampling parameters that override those of the session's calls."""
     key_may: Literal["call", "call_and_reward"]

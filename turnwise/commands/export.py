@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
@@ -49,6 +50,7 @@ LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
     help="jsonl, axolotl, parquet and hf are experiences, as a trainer sees them; sessions, openai, trl, trl-pairs, "
     "verl and those of installed packages are whole sessions. `list` prints all names.",
 )
+@click.option("--denied", is_flag=True, help="Only sessions that are marked train = false, which are left out else.")
 @click.option("--min-reward", type=float, help="Only sessions with at least this reward; of a pair, the chosen one.")
 @click.option(
     "--all",
@@ -80,6 +82,7 @@ def export(
     *,
     min_reward: float | None,
     has_all: bool,
+    denied: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -93,9 +96,11 @@ def export(
         lines = _of_finished(lines)
     with contextlib.nullcontext() if archive else place.client() as client:
         if client is not None:
+            given["train"] = not denied
             count = _write_lines(_remote_lines(client, format_name, lines, min_reward, given), path)
         else:
-            count = _write_stored(place, archive, format_name, lines, path, given | {"min_reward": min_reward})
+            wanted = dataclasses.replace(filter_of(given), train=not denied)
+            count = _write_stored(place, archive, format_name, lines, path, wanted, given | {"min_reward": min_reward})
     if as_json:
         click.echo(json.dumps({"format": format_name, "count": count}), err=True)
     elif path is not None:
@@ -105,7 +110,7 @@ def export(
 def _remote_lines(
     client: Client, format_name: str, lines: LineMaker | None, min_reward: float | None, given: dict[str, Any]
 ) -> Iterator[Json]:
-    filters = api_filters(given)
+    filters = {"train": given.pop("train"), **api_filters(given)}
     if format_name not in ("jsonl", "axolotl") and (lines is None or format_name == "verl"):
         raise InvalidRequest(f"--format {format_name} needs the database; over HTTP export a text format")
     if lines is not None:
@@ -122,9 +127,9 @@ def _write_stored(
     format_name: str,
     lines: LineMaker | None,
     output: Path | None,
+    wanted: SessionFilter,
     given: dict[str, Any],
 ) -> int:
-    wanted = filter_of(given)
     with place.store() if archive is None else _opened_archive(archive) as store, store.read() as conn:
         if lines is None:
             return _write_experiences(conn, wanted, format_name, output, **given)

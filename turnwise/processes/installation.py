@@ -99,12 +99,17 @@ def examine(engine_urls: list[str], database_url: str, **options: Any) -> Iterat
     yield from _database(database_url)
 
 
-def examine_running(engine_urls: list[str], database_url: str, tenant: str | None, **options: Any) -> Iterator[Finding]:
+def examine_running(
+    engine_urls: list[str], database_url: str, tenant: str | None, redactor: str | None = None, **options: Any
+) -> Iterator[Finding]:
     """Yield the findings about a running proxy: its interpreter, its engines, its database and its trainers.
 
     With a tenant, those of other tenants' policies are left out. The options are those of `engine_findings`.
     """
     yield _python()
+    yield Finding(
+        "redaction", Severity.OK, f"texts go through {redactor}" if redactor else "off: texts are stored whole"
+    )
     for url in engine_urls:
         yield from engine_findings(url, **options)
     yield from _database(database_url, tenant)
@@ -152,7 +157,7 @@ def _packages() -> Finding:
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.sampling import ADVICE, count_not_trained
-        from turnwise.store import processes, turns
+        from turnwise.store import consent, processes, turns
         from turnwise.store.database import Database, missing_file
 
         missing = missing_file(url)
@@ -174,6 +179,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
         with database.read() as connection:
             trainers = processes.trainer_statuses(connection, tenant)
             samplings = turns.newest_samplings(connection, tenant)
+            marks = consent.count_marks(connection, tenant)
     except TurnwiseError as error:
         yield Finding("database", Severity.FAIL, str(error))
         return
@@ -186,6 +192,8 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
             f"all of the newest {len(samplings)} turns can be trained" if left_out is None else f"{left_out} {ADVICE}"
         )
         yield Finding("sampling", Severity.OK if left_out is None else Severity.WARN, text)
+    named = ", ".join(f"{number} {kind}{'s' if number > 1 else ''}" for kind, number in marks.items())
+    yield Finding("consent", Severity.OK, f"not trained: {named}" if named else "nothing is marked `train = false`")
     for each in trainers:
         verdict = Severity.FAIL if each.state.needs_attention else Severity.OK
         text = f"{each.state} since {each.reported_at:%Y-%m-%d %H:%M:%S} UTC: {each.text}"

@@ -150,6 +150,7 @@ class Poster:
         full_scan = self._num_polls % POLLS_BETWEEN_FULL_SCANS == 0 or self._settings.relative
         self._num_polls += 1
         filters = {"status": "ended", "split": self._settings.split, "task_id": self._settings.task_id, "limit": PAGE}
+        filters |= {"train": "true"}  # what is not to be trained is not shown to a judge either
         num_known = 0
         async for session in self._client.sessions(**{key: value for key, value in filters.items() if value}):
             is_known = session["session_id"] in self._done or session["session_id"] in self._given_up
@@ -207,6 +208,8 @@ class Poster:
         raise AssertionError("an attempt returns or raises")
 
     async def _document(self, session: Json) -> Json:
+        if not session["train"]:
+            raise GraderFailed(f"session {session['session_id']!r} is marked `train = false` and may not be judged")
         turns = [turn async for turn in self._client.turns(session["session_id"])]
         return document(session, turns)
 

@@ -79,6 +79,8 @@ class Grading:
 
     async def _ask(self, grader: CommandGrader, run: PlannedRun, played: AgentEnd) -> list[Grade]:
         session = await self._client.session(run.session_id)
+        if not session["train"]:
+            return []  # what is not to be trained is not judged either
         turns = [turn async for turn in self._client.turns(run.session_id)]
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TURNWISE_")},

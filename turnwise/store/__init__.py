@@ -15,6 +15,7 @@ session, turn, version, key or policy raises `NotFound` if it, or the given tena
  policies, versions, serving, arms     policies, their versions, which are served, and what their sessions did
  updates                               updates and what each trained
  search, overview                      searches, exports and counts, for people
+ consent                               whose sessions are not trained, or not even recorded
  keys, processes                       API keys, and what proxies and trainers tell each other
  retention, archive, copying           deletions, sessions that leave and come back, whole databases
 """

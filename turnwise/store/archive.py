@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from turnwise.store import consent
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import (
     DELETED,
@@ -23,7 +24,7 @@ from turnwise.store.schema import (
     turns,
 )
 from turnwise.store.statements import insert_ignoring, insert_new_rows, is_among, last_assigned
-from turnwise.types import SessionStatus
+from turnwise.types import Session, SessionStatus
 
 Row = Mapping[str, Any]
 
@@ -66,6 +67,9 @@ class ArchivedSession(NamedTuple):
 def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
     """Store a session again; return False if a session of this tenant and id is stored."""
     row = archived.session
+    named = {name: row[name] for name in ("tenant", "session_id", "user_id", "key_id", "continues")}
+    (marked,) = consent.restricted(conn, [Session(**named, train=bool(row["train"]), record=bool(row["record"]))])
+    row = {**row, "train": int(marked.train), "record": int(marked.record)}
     inserted = insert_new_rows(conn, sessions, [{**_without(row, "session_pk"), "group_pk": None}], "session_pk")
     if not inserted:
         return False
@@ -88,6 +92,8 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
                 sa.insert(TABLES[table_name]),
                 [{**_without(each, key), "session_pk": session_pk} for each in others],
             )
+    sources = {copy["source_id"] for copy in archived.others.get(session_copies.name, ())}
+    consent.inherit(conn, (row["tenant"], row["session_id"]), sources)
     return True
 
 

@@ -169,7 +169,7 @@ def num_claimable(
 def num_open_with_reward(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int:
     """Count a policy's sessions that only have to end to be trained, up to `MOST_COUNTED`."""
     waiting = sa.select(sessions.c.session_pk).where(
-        OPEN_WITH_REWARD, sessions.c.group_pk.is_not(None), sessions.c.policy_id == policy_id
+        OPEN_WITH_REWARD, sessions.c.group_pk.is_not(None), sessions.c.policy_id == policy_id, sessions.c.train == 1
     )
     counted = sa.select(sa.func.count()).select_from(waiting.limit(MOST_COUNTED).subquery())
     return int(conn.execute(counted).scalar_one())

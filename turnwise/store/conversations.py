@@ -13,7 +13,7 @@ from turnwise.store import rows
 from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import is_session
 from turnwise.store.turns import path_to
-from turnwise.types import DEFAULT_POLICY, Outcome, SessionStatus, TokenIds, Turn
+from turnwise.types import DEFAULT_POLICY, NOT_RECORDED, Outcome, SessionStatus, TokenIds, Turn
 
 _ADDED_COLUMNS = [
     sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column for column in turns.c
@@ -97,19 +97,25 @@ def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:
 def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
     """Return a session's newest turn with a whole reply in a conversation of the Responses API; None if it has none.
 
-    The conversation is stored with the sampling parameters of its turns.
+    The conversation is stored with the sampling parameters of its turns; a turn that is not recorded may be of it.
     """
     newest_first = conn.execute(
-        sa.select(turns.c.turn_id, turns.c.sampling)
+        sa.select(turns.c.turn_id, turns.c.sampling, turns.c.reason)
         .join_from(turns, sessions)
         .where(*is_session(tenant, session_id), turns.c.outcome.in_(_WHOLE))
         .order_by(turns.c.seq.desc())
     )
-    return next(
-        (row.turn_id for row in newest_first if json.loads(row.sampling).get("conversation") == conversation_id), None
+    of_it = (
+        row.turn_id
+        for row in newest_first
+        if row.reason == NOT_RECORDED or json.loads(row.sampling).get("conversation") == conversation_id
     )
+    return next(of_it, None)
 
 
-def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
-    path = path_to(conn, turn_id, turns.c.prompt_delta, turns.c.token_ids)
-    return np.concatenate([rows.ids_from_blob(blob) for row in path for blob in row])
+def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds | None:
+    """Return the prompt and sampled ids of a turn; None if it is stored without them."""
+    path = path_to(conn, turn_id, turns.c.prompt_length, turns.c.prompt_delta, turns.c.token_ids)
+    if not path[-1].prompt_length and not path[-1].token_ids:
+        return None
+    return np.concatenate([rows.ids_from_blob(blob) for row in path for blob in row[1:]])

@@ -62,6 +62,7 @@ GroupValues = Mapping[int | None, Mapping[str, float]]
 """The advantages of a group: by step and turn, or, under None, by session."""
 SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
 _OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
+MAY_BE_TRAINED = sessions.c.train == 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ def experiences_of_groups(
 ) -> Iterator[Experience]:
     """Yield one experience per chain of the finished sessions of these groups, over a transaction that stays open."""
     shape = Shape(roles=roles, merge="chain", with_imported=with_imported, with_files=True)
-    clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
+    clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value, MAY_BE_TRAINED]
     return _stream(conn, clauses, shape)
 
 
@@ -288,7 +289,8 @@ def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TU
     @functools.lru_cache(NUM_GROUPS)
     def of_group(tenant: str, group_id: str) -> GroupValues:
         of_turns = dataclasses.replace(shape, merge="turn")
-        return _group_values(experiences(source, SessionFilter(tenant=tenant, group_id=group_id), of_turns))
+        in_group = SessionFilter(tenant=tenant, group_id=group_id, train=wanted.train)
+        return _group_values(experiences(source, in_group, of_turns))
 
     for experience in experiences(source, wanted, shape):
         is_open = experience.info["status"] == SessionStatus.OPEN.value
@@ -321,6 +323,16 @@ def _is_by_step(experience: Experience) -> bool:
     return bool(experience.info["credit"] == Credit.STEP_WISE)
 
 
+def denied_since(conn: sa.Connection, read: Collection[SessionKey]) -> set[SessionKey]:
+    """Return those of some sessions that were marked as not to be trained after they were read."""
+    denied = sa.select(sessions.c.tenant, sessions.c.session_id).where(
+        is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in read}),
+        is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in read}),
+        sessions.c.train == 0,
+    )
+    return {(row.tenant, row.session_id) for row in conn.execute(denied)}
+
+
 def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple[int | None, int | None]:
     """Return the oldest and the newest version that sampled these eval sessions; None without turns."""
     row = conn.execute(
@@ -348,16 +360,15 @@ def regression_set(
     `labels` may be of any split, and need no reward.
     """
     is_over = sessions.c.status != SessionStatus.OPEN.value
-    held_out = sa.select(sessions.c.session_pk).where(
-        sessions.c.split == Split.EVAL.value, is_over, sessions.c.num_rewards > 0, sessions.c.policy_id == policy_id
-    )
+    is_held_out = sessions.c.split == Split.EVAL.value, is_over, sessions.c.num_rewards > 0, MAY_BE_TRAINED
+    held_out = sa.select(sessions.c.session_pk).where(*is_held_out, sessions.c.policy_id == policy_id)
     pks = set(conn.execute(held_out.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
     for label in labels:
         marked = sa.select(session_labels.c.session_pk).where(session_labels.c.label == label)
         pks.update(conn.execute(marked.order_by(session_labels.c.session_pk.desc()).limit(num_sessions)).scalars())
     found = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
-            sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id
+            sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id, MAY_BE_TRAINED
         )
     ).all()
     marks = labels_of(conn, [row.session_pk for row in found])
@@ -393,6 +404,7 @@ def live_sessions(
             sessions.c.ended_at.is_not(None),
             sessions.c.split == Split.TRAIN.value,
             sessions.c.policy_id == policy_id,
+            MAY_BE_TRAINED,
         )
         over = sa.select(sessions).where(sessions.c.status == status, *is_live).order_by(at.desc() if newest else at)
         found += conn.execute(over.limit(num_sessions)).all()
@@ -402,7 +414,8 @@ def live_sessions(
 def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
     """Return the newest sessions that are over and sampled with this version as the hold-out."""
     is_over = sessions.c.status.in_(_OVER)
-    found = sa.select(sessions).where(sessions.c.split == Split.EVAL.value, sessions.c.arm == version, is_over)
+    is_held_out = sessions.c.split == Split.EVAL.value, sessions.c.arm == version
+    found = sa.select(sessions).where(*is_held_out, is_over, MAY_BE_TRAINED)
     return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
 
 

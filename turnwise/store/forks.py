@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
+from turnwise.store import consent
 from turnwise.store.schema import session_copies, turns
 from turnwise.store.selection import lock_sessions, sessions_of_turns
 from turnwise.store.sessions import create_session, read_session
@@ -96,12 +97,13 @@ def copy_of(turn: Turn, session: Session, **changes: Any) -> Turn:
 
 
 def note_copy(conn: sa.Connection, session: Session, source_ids: Collection[str], made_by: str) -> None:
-    """Record that a new session holds copies of turns of others, by which a deletion finds it."""
+    """Record that a new session holds copies of turns of others, by which a deletion finds it; mark it as they are."""
     made = {"tenant": session.tenant, "made_by": made_by}
     (session_pk,) = (row.session_pk for row in lock_sessions(conn, [(session.tenant, session.session_id)]))
     insert_rows(
         conn, session_copies, [{"session_pk": session_pk, "source_id": each, **made} for each in sorted(source_ids)]
     )
+    consent.inherit(conn, (session.tenant, session.session_id), source_ids)
 
 
 def copy_id(session: Session, turn_id: str) -> str:

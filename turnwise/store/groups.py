@@ -95,6 +95,18 @@ def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
     return Change(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
 
 
+def drop_untrainable(conn: sa.Connection, group_pks: Collection[int]) -> None:
+    """Drop the complete groups of these that no trainer holds, and in which no session is left to train."""
+    is_left = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.train == 1)
+    wanted = sa.and_(
+        is_among(conn.dialect, groups.c.group_pk, group_pks),
+        unindexed(groups.c.status).in_([GroupStatus.OPEN.value, GroupStatus.READY.value]),  # most groups may be open
+        groups.c.num_sessions >= groups.c.group_size,
+        ~is_left,
+    )
+    drop(wanted, "no_consent", "dropped %d groups without a session that may be trained").make(conn)
+
+
 def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
     return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
 

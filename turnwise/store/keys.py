@@ -22,10 +22,10 @@ import sqlalchemy as sa
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store.policies import find_policy
 from turnwise.store.rows import RowFormat, StoredRow, to_micros
-from turnwise.store.schema import NO_TENANT, api_keys, policies, token_usage
+from turnwise.store.schema import NO_TENANT, api_keys, consent_marks, policies, token_usage
 from turnwise.store.schema import secrets as secrets_table
 from turnwise.store.statements import insert_ignoring, insert_rows
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, ConsentOf, utc_now
 
 _PREFIX = "tw"
 _ID_BYTES = 8
@@ -68,9 +68,13 @@ class Key:
     """The policy that its new sessions sample with."""
     policy: str = DEFAULT_POLICY_NAME
     """The name of that policy."""
+    train: bool = True
+    """False: it is marked, and nothing of the sessions that it calls in is trained."""
+    record: bool = True
+    """False: nothing that is said in them is stored either."""
 
 
-_KEYS = RowFormat(Key, api_keys, joined=("policy",))
+_KEYS = RowFormat(Key, api_keys, joined=("policy", "train", "record"))
 
 
 def create_key(
@@ -200,8 +204,14 @@ def _unless_invalid(row: StoredRow) -> Key | None:
 
 
 def _select_keys() -> sa.Select[*tuple[Any, ...]]:
-    name = policies.c.name.label("policy")
-    return sa.select(api_keys, name).join(policies, policies.c.policy_id == api_keys.c.policy_id)
+    marks = consent_marks.c
+    is_marked = (marks.tenant == api_keys.c.tenant, marks.kind == ConsentOf.KEY.value, marks.name == api_keys.c.key_id)
+    shown = policies.c.name.label("policy"), marks.name.is_(None).label("train")
+    return (
+        sa.select(api_keys, *shown, (sa.func.coalesce(marks.record, 1) == 1).label("record"))
+        .join(policies, policies.c.policy_id == api_keys.c.policy_id)
+        .outerjoin(consent_marks, sa.and_(*is_marked))
+    )
 
 
 def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:

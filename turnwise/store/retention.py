@@ -26,6 +26,7 @@ from turnwise.store.schema import (
     DELETED,
     NO_TENANT,
     api_keys,
+    consent_marks,
     costs,
     feedback,
     groups,
@@ -104,7 +105,7 @@ def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
     """
     if (deleted := delete_sessions(conn, SessionFilter(tenant=tenant))).has_more:
         return deleted
-    for table in (groups, token_usage, costs, idempotency, api_keys):
+    for table in (groups, token_usage, costs, idempotency, api_keys, consent_marks):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
     num_policies, deleted_versions = delete_policies(conn, tenant)
@@ -224,7 +225,9 @@ def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]], *, w
     return dataclasses.replace(_delete_with_copies(conn, found, with_forks=with_forks), has_more=bool(found))
 
 
-def copies_of(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool) -> Sequence[StoredRow]:
+def copies_of(
+    conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
+) -> Sequence[StoredRow]:
     """Return the rows of some sessions that hold copies of turns of these: what demonstrations made, and forks."""
     c, dialect = session_copies.c, conn.dialect
     names = [(row.tenant, row.session_id) for row in found]
@@ -236,8 +239,8 @@ def copies_of(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bo
     )
     if not with_forks:
         copies = copies.where(c.made_by == FEEDBACK)
-    wanted = sa.select(sessions).where(sessions.c.session_pk.in_(copies))
-    return conn.execute(wanted.limit(SESSIONS_AT_ONCE).with_for_update()).all()
+    holding = sa.select(sessions).where(sessions.c.session_pk.in_(copies), *wanted)
+    return conn.execute(holding.limit(SESSIONS_AT_ONCE).with_for_update()).all()
 
 
 def _delete_with_copies(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool = False) -> Deleted:
@@ -270,7 +273,9 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
     of_sessions = is_among(conn.dialect, costs.c.session_pk, pks)
     conn.execute(sa.update(costs).where(of_sessions).values(session_pk=None))
-    nothing = dict.fromkeys(("group_pk", "group_id", "group_size", "task_id", "user_id", "termination_reason"))
+    nothing = dict.fromkeys(
+        ("group_pk", "group_id", "group_size", "task_id", "user_id", "key_id", "termination_reason")
+    )
     conn.execute(
         sa.update(sessions)
         .where(is_among(conn.dialect, sessions.c.session_pk, pks))

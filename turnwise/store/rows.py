@@ -120,6 +120,8 @@ def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
         return dump, json.loads
     if issubclass(kind, datetime.datetime):
         return to_micros, from_micros
+    if kind is bool:
+        return int, bool
     if issubclass(kind, enum.StrEnum):
         return operator.attrgetter("_value_"), kind  # `value` calls two functions of `enum`
     return None

@@ -19,6 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.types import (
+    ConsentMark,
     Feedback,
     Label,
     Logprobs,
@@ -56,7 +57,7 @@ def _column_type(kind: Any) -> type[sa.types.TypeEngine[Any]]:
         return sa.LargeBinary
     if typing.get_origin(kind) in (dict, list) or issubclass(kind, (str, enum.StrEnum)):
         return sa.Text
-    return {int: sa.Integer, float: sa.Float, datetime.datetime: Instant}[kind]
+    return {int: sa.Integer, bool: sa.Integer, float: sa.Float, datetime.datetime: Instant}[kind]
 
 
 def _columns(
@@ -112,6 +113,9 @@ sessions = sa.Table(
     _index("ix_sessions_created", "created_at"),
     _index("ix_sessions_split", "split", "session_pk"),
     _index("ix_sessions_user", "tenant", "user_id", where="user_id IS NOT NULL"),
+    _index("ix_sessions_key", "tenant", "key_id", where="key_id IS NOT NULL"),
+    # Few sessions are marked; the others are not indexed.
+    _index("ix_sessions_denied", "tenant", "session_pk", where="train = 0"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
 
@@ -335,6 +339,13 @@ api_keys = sa.Table(
     sa.Column("expires_at", Instant),
     sa.Column("last_used_at", Instant),
     sa.Column("token_budget", sa.BigInteger),
+)
+
+consent_marks = sa.Table(
+    "consent_marks",
+    metadata,
+    *_columns(ConsentMark),
+    sa.PrimaryKeyConstraint("tenant", "kind", "name"),
 )
 
 token_usage = sa.Table(

@@ -34,6 +34,7 @@ class SessionFilter:
     split: Split | None = None
     status: SessionStatus | None = None
     user_id: str | None = None
+    train: bool | None = None
     label: str | None = None
     policy: str | None = None
     policy_id: int | None = None
@@ -44,8 +45,11 @@ class SessionFilter:
         wanted = [
             sessions.c[field.name] == getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("label", "metadata", "policy") and getattr(self, field.name) is not None
+            if field.name not in ("label", "metadata", "policy", "train") and getattr(self, field.name) is not None
         ]
+        if self.train is not None:
+            # As a literal, because the index of marked sessions serves only that.
+            wanted.append(sessions.c.train == sa.literal_column(str(int(self.train))))
         if not self.tenant and self.status is None:
             wanted.append(sessions.c.status != DELETED)
         if self.policy is not None:
@@ -114,6 +118,8 @@ class LockedSession(NamedTuple):
     num_rewards: int
     group_pk: int | None
     created_at: int
+    record: int
+    """0: nothing of its turns' texts and tokens may be stored."""
 
 
 def lock_sessions(conn: sa.Connection, wanted: Collection[SessionKey]) -> list[LockedSession]:

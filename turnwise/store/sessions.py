@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
-from turnwise.store import arms, groups, rows
+from turnwise.store import arms, consent, groups, rows
 from turnwise.store.rewards import add_rewards, rewards_of
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import session_labels, sessions, turns
@@ -84,8 +84,9 @@ def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> di
     }
     names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
     stored = set(fetch_rows(conn, sessions, tuple(names), names))
-    assigned = arms.assign(conn, [wanted[key] for key in sorted(wanted.keys() - stored - results.keys())])
-    trained = [session for session in assigned if session.split is Split.TRAIN]
+    new_sessions = [wanted[key] for key in sorted(wanted.keys() - stored - results.keys())]
+    assigned = arms.assign(conn, consent.restricted(conn, new_sessions))
+    trained = [session for session in assigned if session.split is Split.TRAIN and session.train]
     group_pks = groups.create(conn, [session for session in trained if session.group_id is None])
     joining = [session for session in trained if _key(session) not in group_pks]
     for session in sorted(joining, key=lambda each: (each.tenant, each.group_id or each.session_id)):
@@ -178,6 +179,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
         return read_session(conn, wanted.tenant, wanted.session_id)
     if stored.status is not SessionStatus.OPEN:
         _reject_changes(changes.keys() - {"metadata", "user_id"}, stored, f"it is {stored.status.value}")
+    _reject_changes(changes.keys() & {"train", "record"}, stored, "what is not to be trained stays so")
     values = rows.SESSIONS.values(changes)
     if _GROUPING & changes.keys():
         values["group_pk"] = _regroup(conn, row.group_pk, stored, dataclasses.replace(stored, **changes))
@@ -192,7 +194,7 @@ def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed
         _reject_changes({"group_id"}, stored, f"it is in group {stored.group_id!r}")
     if changed.group_size is not None and changed.group_id is None:
         _reject_changes({"group_size"}, stored, "it has no group_id")
-    if changed.split is Split.EVAL:
+    if changed.split is Split.EVAL or not changed.train:
         return None
     if group_pk is None or changed.group_id != stored.group_id:
         return groups.join(conn, changed)

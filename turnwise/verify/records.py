@@ -148,8 +148,8 @@ def _prompt_problems(turn: Turn, known: dict[str, Turn]) -> list[tuple[str, str]
             return [("parent_turn_id", f"{turn.parent_turn_id!r} is no earlier turn of the session")]
         before = parent.prompt_length + int(parent.token_ids.size)
     length = before + int(turn.prompt_delta.size)
-    if turn.prompt_length == length:
-        return []
+    if turn.prompt_length == length or not (turn.prompt_length or turn.prompt_delta.size or turn.token_ids.size):
+        return []  # one without any token was redacted
     return [("prompt_length", f"is {turn.prompt_length}; its parent's tokens and its own are {length}")]
 
 

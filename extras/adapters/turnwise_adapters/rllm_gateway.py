@@ -75,7 +75,10 @@ class Gateway:
     async def _traces(self, request: Request) -> Response:
         since = float(request.query_params.get("since") or 0)
         limit = request.query_params.get("limit")
-        turns = self._client.turns(request.path_params["session_id"], prompt="whole")
+        session_id = request.path_params["session_id"]
+        if not (await self._client.session(session_id))["train"]:
+            return JSONResponse([])  # rLLM trains what it reads here
+        turns = self._client.turns(session_id, prompt="whole")
         found = [_trace_of(turn) async for turn in turns if _timestamp(turn["created_at"]) >= since]
         return JSONResponse(found[: int(limit)] if limit else found)
 

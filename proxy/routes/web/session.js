@@ -20,7 +20,7 @@ export async function session(id, chosen) {
     about.replaceChildren(sessionFacts(record, turns));
     // A label that somebody types stays while others change the session.
     if (shownLabels !== (shownLabels = JSON.stringify(record.labels))) labels.replaceChildren(labelEditor(address, record.labels, refresh));
-    if (shownStatus !== (shownStatus = record.status)) actions.replaceChildren(...actionButtons(record, address, refresh));
+    if (shownStatus !== (shownStatus = `${record.status} ${record.train}`)) actions.replaceChildren(...actionButtons(record, address, refresh));
     if (leaves > 1) nav.replaceChildren(make("h3", {}, `${plural(turns.length, "turn")}, ${leaves} branches`), tree(id, turns, line));
     shown.show(line, turns, feedback.data, [...feedback.data.filter((one) => one.turn_id === null).map(given).filter(Boolean), ...ending(record, turns)]);
     columns.className = leaves > 1 ? "columns" : "";
@@ -38,7 +38,7 @@ export async function session(id, chosen) {
 
 function sessionFacts(record, turns) {
   const group = record.group_id && record.group_id !== record.session_id ? filtered("group_id", record.group_id) : "";
-  return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("span", {}, make("b", {}, number(record.reward)), rewardParts(record, turns))], ["status", status(record.status)], ["ended by", record.termination_reason], ["not trained", notTrained(turns)],
+  return inlineFacts([["reward", record.reward === null ? make("span", {className: "quiet"}, "none yet") : make("span", {}, make("b", {}, number(record.reward)), rewardParts(record, turns))], ["status", status(record.status)], ["ended by", record.termination_reason], ["not trained", record.train ? notTrained(turns) : make("span", {className: "warn"}, record.record ? "marked `train = false`" : "marked `record = false`: what is said is not stored")],
     ["turns", number(record.num_turns)], ["sampled tokens", number(sum(turns.map((each) => each.token_ids.length)))], ["took", lasted(record)], ["cost", money(record.cost)],
     ["user", filtered("user_id", record.user_id)], ["agent", agentOf(record)],
     ["task", filtered("task_id", record.task_id)], ["group", group], ["run", record.group_id ? number(record.run) : ""], ["split", record.split === "train" ? "" : record.split],
@@ -83,6 +83,7 @@ function actionButtons(record, address, changed) {
       if (!lines) throw new Error("There are no experiences yet: a session is trained when it is over and has a reward.");
       download(`${id}.jsonl`, lines);
     }),
+    record.train ? actionButton("Never train", `Never train, export or judge session ${id}? This cannot be undone.`, async () => { await request("v1/consent", {method: "POST", body: JSON.stringify({kind: "session", name: id})}); await changed(); }) : null,
     actionButton("Delete", `Delete session ${id} with all its turns and rewards? This cannot be undone.`, async () => { await request(address, {method: "DELETE"}); location.hash = "sessions"; })].filter(Boolean);
 }
 

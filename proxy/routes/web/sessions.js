@@ -43,7 +43,7 @@ export const sessionList = (found) => make("ul", {className: "sessions"}, ...fou
   make("p", {className: "numbers quiet"}, ...dotted([plural(each.num_turns, "turn"), each.summary.num_sampled_tokens === null ? "" : plural(each.summary.num_sampled_tokens, "token"),
     money(each.cost), lasted(each), ago(each.created_at),
     each.status === "ended" ? each.termination_reason : make("span", {}, status(each.status)), each.summary.last_outcome && each.summary.last_outcome !== "exact" ? status(each.summary.last_outcome) : "",
-    ...["task", "user"].map((noun) => each[`${noun}_id`] ? make("span", {}, `${noun} `, filtered(`${noun}_id`, each[`${noun}_id`])) : ""), agentOf(each), each.split === "eval" ? "held out" : "", ...each.labels.map((one) => chip(one.label, one.note))])))));
+    ...["task", "user"].map((noun) => each[`${noun}_id`] ? make("span", {}, `${noun} `, filtered(`${noun}_id`, each[`${noun}_id`])) : ""), agentOf(each), each.split === "eval" ? "held out" : "", each.train ? "" : "not to be trained", ...each.labels.map((one) => chip(one.label, one.note))])))));
 
 const dotted = (parts) => parts.filter(Boolean).flatMap((part, at) => at ? [" · ", part] : [part]);
 

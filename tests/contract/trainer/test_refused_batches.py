@@ -1,4 +1,4 @@
-"""Sessions of another model stop no version."""
+"""Sessions of another model, and those that may not be trained, stop no version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import sqlalchemy as sa
 from support.tiny_models import EXPERTS, VOCABULARY, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 
-from turnwise.store import rewards, schema, sessions, turns
+from trainer.claims.claims import Claims
+from turnwise.store import consent, rewards, schema, sessions, turns
 from turnwise.types import Reward, Session, Split
 
 
@@ -52,3 +53,28 @@ def test_the_publishing_gate_leaves_out_sessions_that_were_routed_in_another_mod
     assert state.progress.policy_version == 1
     assert state.metrics["gate_num_good"] == 4
     assert "leaves out 1 of 5 chains" in caplog.text
+
+
+def test_what_is_marked_between_the_claim_and_the_batch_is_not_trained_and_the_rest_of_its_batch_is(
+    tmp_path, model, ledger, monkeypatch
+):
+    """One session of one group, and all four of another, are marked once the trainer has read them."""
+    Rollouts(ledger, load_model(model)).play("g", num_groups=3)
+    denied = {"g-0-1", *(f"g-1-{run}" for run in range(4))}
+    read = Claims._experiences
+
+    def read_and_mark(claims, claim):
+        found = read(claims, claim)
+        with ledger.write() as conn:
+            for session_id in denied:
+                consent.restrict_session(conn, "default", session_id, f"{session_id}~", True)
+        return found
+
+    monkeypatch.setattr(Claims, "_experiences", read_and_mark)
+    train(settings_for(tmp_path, model, total_batches=1))
+    with ledger.read() as conn:
+        joined = sa.select(schema.sessions.c.session_id).join(schema.trained_sessions)
+        trained = set(conn.execute(joined).scalars())
+        status = dict(conn.execute(sa.select(schema.groups.c.group_id, schema.groups.c.status)).tuples().all())
+    assert trained == {f"g-{group}-{run}" for group in (0, 2) for run in range(4)} - denied
+    assert status == {"g-0": "trained", "g-1": "dropped", "g-2": "trained"}

@@ -1,0 +1,162 @@
+"""Consent: which sessions are not trained, and which are not even recorded.
+
+Each session has the answer in its own columns `train` and `record`, where trainers, exports and the writer of turns
+read it. A mark of an end user, a key or a tenant changes the sessions that exist, and new ones when they are created.
+A denial wins: no mark allows what another one denies, and a session that is marked stays so, because consent that is
+given later is not consent to what was said before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+import sqlalchemy as sa
+
+from turnwise.store import groups
+from turnwise.store.conversations import newest_generation
+from turnwise.store.processes import forget_in_states
+from turnwise.store.retention import SESSIONS_AT_ONCE, copies_of
+from turnwise.store.rows import RowFormat, StoredRow
+from turnwise.store.schema import consent_marks, sessions
+from turnwise.store.selection import SessionFilter, session_row
+from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page
+from turnwise.types import ConsentMark, ConsentOf, Session, SessionKey
+
+_MARKS = RowFormat(ConsentMark, consent_marks)
+_NAME = "tenant", "kind", "name"
+Restricted: TypeAlias = tuple[list[SessionKey], int]
+"""Some sessions that were changed, none after the last, and the number to pass as `after` next time."""
+
+
+def put_mark(conn: sa.Connection, mark: ConsentMark) -> None:
+    """Store a mark, or make the one that there is stricter; `restrict_marked` then changes the sessions that exist."""
+    if conn.dialect.name == "postgresql":  # after this no session is created by one who has read the marks before
+        conn.execute(sa.text("LOCK TABLE consent_marks IN EXCLUSIVE MODE"))
+    if not insert_ignoring(conn, consent_marks, _MARKS.row(mark)) and not mark.record:
+        conn.execute(sa.update(consent_marks).where(*_is(mark)).values(record=0))
+
+
+def lift_mark(conn: sa.Connection, mark: ConsentMark) -> None:
+    """Remove a mark: sessions that are created from now on are trained again."""
+    conn.execute(sa.delete(consent_marks).where(*_is(mark)))
+
+
+def list_marks(
+    conn: sa.Connection, tenant: str, *, limit: int, after: tuple[str, str] | None = None
+) -> tuple[list[ConsentMark], bool]:
+    """Return the marks of a tenant that follow those with this kind and name, and whether there are more."""
+    found = sa.select(consent_marks).where(consent_marks.c.tenant == tenant)
+    if after is not None:
+        found = found.where(sa.tuple_(consent_marks.c.kind, consent_marks.c.name) > after)
+    page, has_more = read_page(conn, found.order_by(consent_marks.c.kind, consent_marks.c.name), limit)
+    return [_MARKS.record(row) for row in page], has_more
+
+
+def count_marks(conn: sa.Connection, tenant: str | None) -> dict[str, int]:
+    """Return the number of marks of each kind, and of sessions that are not trained."""
+    kinds = sa.select(consent_marks.c.kind, sa.func.count()).group_by(consent_marks.c.kind)
+    denied = sa.select(sa.literal("session"), sa.func.count()).select_from(sessions)
+    denied = denied.where(*SessionFilter(tenant=tenant, train=False).clauses())
+    if tenant is not None:
+        kinds = kinds.where(consent_marks.c.tenant == tenant)
+    return {kind: number for kind, number in (*conn.execute(kinds), *conn.execute(denied)) if number}
+
+
+def restricted(conn: sa.Connection, new: Sequence[Session]) -> list[Session]:
+    """Return new sessions as they are stored: with what marks deny them, and what the sessions that they continue."""
+    if not new:
+        return []
+    names = [name for session in new for name in _names(session)]
+    keys = dict(zip(_NAME, map(list, zip(*names, strict=True)), strict=True))
+    marks = fetch_rows(conn, consent_marks, (*_NAME, "record"), keys, lock=True)
+    denied = {(tenant, kind, name): bool(record) for tenant, kind, name, record in marks}
+    if before := [(each.tenant, each.continues) for each in new if each.continues is not None]:
+        keys = {"tenant": [tenant for tenant, _ in before], "session_id": [continued for _, continued in before]}
+        continued = fetch_rows(conn, sessions, ("tenant", "session_id", "train", "record"), keys)
+        denied |= {(tenant, "", each): bool(record) for tenant, each, train, record in continued if not train}
+    return [_least(session, [denied[name] for name in _names(session) if name in denied]) for session in new]
+
+
+def _names(session: Session) -> list[tuple[str, str, str]]:
+    """Return the marks that a session may have, and under "" the session that it continues."""
+    named = {
+        ConsentOf.USER: session.user_id,
+        ConsentOf.KEY: session.key_id,
+        ConsentOf.TENANT: "",
+        "": session.continues,
+    }
+    return [(session.tenant, str(kind), name) for kind, name in named.items() if name is not None]
+
+
+def _least(session: Session, records: Sequence[bool]) -> Session:
+    record = session.record and all(records)
+    train = session.train and record and not records
+    return dataclasses.replace(session, train=train, record=record) if (train, record) != (True, True) else session
+
+
+def restrict_marked(conn: sa.Connection, mark: ConsentMark, after: int = 0) -> Restricted:
+    """Mark some of the sessions that a mark is of, with what derives from them. Call it until it returns none."""
+    column = {ConsentOf.USER: sessions.c.user_id, ConsentOf.KEY: sessions.c.key_id}.get(mark.kind)
+    own = [sessions.c.tenant == mark.tenant, *([] if column is None else [column == mark.name])]
+    return _restrict(conn, own, mark.record, after)
+
+
+def restrict_session(
+    conn: sa.Connection, tenant: str, session_id: str, prefix: str, record: bool, after: int = 0
+) -> Restricted:
+    """Mark a session, `PREFIX2` and so on that continue it, and what derives from them, as `restrict_marked`.
+
+    Raises:
+        NotFound: there is no such session.
+    """
+    session_row(conn, tenant, session_id, lock=True)
+    newest = newest_generation(conn, tenant, prefix)
+    names = [session_id, *(f"{prefix}{number}" for number in range(2, newest + 1))]
+    own = [sessions.c.tenant == tenant, is_among(conn.dialect, sessions.c.session_id, names)]
+    return _restrict(conn, own, record, after, key=sessions.c.session_pk + 0)  # searched by names, not in key order
+
+
+def inherit(conn: sa.Connection, session: SessionKey, source_ids: Collection[str]) -> None:
+    """Mark a session like those that it holds copies of."""
+    sources = sessions.c.tenant == session[0], is_among(conn.dialect, sessions.c.session_id, source_ids)
+    denied = sa.select(sa.func.min(sessions.c.record)).where(*sources, sessions.c.train == 0)
+    if (record := conn.execute(denied).scalar_one()) is not None:
+        _mark(conn, [session_row(conn, *session, lock=True)], record=bool(record))
+
+
+def _restrict(
+    conn: sa.Connection,
+    wanted: Sequence[sa.ColumnElement[bool]],
+    record: bool,
+    after: int,
+    *,
+    key: sa.ColumnElement[int] = sessions.c.session_pk,
+) -> Restricted:
+    """Mark copies before the sessions that they are of, as a deletion goes: what is marked has no copy that is not."""
+    due = sessions.c.train == 1 if record else sessions.c.record == 1
+    some = sa.select(sessions).where(*wanted, due, key > after).order_by(key)
+    found = conn.execute(some.limit(SESSIONS_AT_ONCE).with_for_update()).all()
+    deepest, seen = found, {row.session_pk for row in found}
+    while below := [row for row in copies_of(conn, deepest, due, with_forks=True) if row.session_pk not in seen]:
+        deepest = below
+        seen |= {row.session_pk for row in below}
+    _mark(conn, deepest, record=record)
+    last = found[-1].session_pk if found and deepest is found else after
+    return [(row.tenant, row.session_id) for row in deepest], last
+
+
+def _mark(conn: sa.Connection, found: Sequence[StoredRow], *, record: bool) -> None:
+    """Mark sessions; drop the groups, unless a trainer holds them, in which no session is left to train."""
+    changed = sa.update(sessions).where(
+        is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in found])
+    )
+    conn.execute(changed.values(train=0, **({} if record else {"record": 0})))
+    groups.drop_untrainable(conn, {row.group_pk for row in found} - {None})
+    forget_in_states(conn, [(row.tenant, row.session_id) for row in found], [])
+
+
+def _is(mark: ConsentMark) -> list[sa.ColumnElement[bool]]:
+    c = consent_marks.c
+    return [c.tenant == mark.tenant, c.kind == mark.kind.value, c.name == mark.name]
