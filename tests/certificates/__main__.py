@@ -106,7 +106,11 @@ def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, An
     subprocess.run([sys.executable, "-m", "turnwise", "certify", str(directory), *kinds, *flags], check=False)
     found = Certificate.read(str(directory))
     return {
-        each.kind: {"dtype": each.dtype, "refused": each.refused, "gap": each.gap() if each.stages else None}
+        each.kind: {
+            "dtype": each.dtype,
+            "refused": each.refused and NAMED.sub("", each.refused),
+            "gap": each.gap() if each.stages else None,
+        }
         for each in (() if found is None else found.kinds)
         if each.kind in wanted and each.verdict() != "not measured"
     }
@@ -124,8 +128,7 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         for kind, each in row["kinds"].items():
             if each["refused"] is not None:
-                reason = NAMED.sub("", each["refused"])
-                found.setdefault(reason, []).append(f"{row['architecture']} ({KINDS[kind]})")
+                found.setdefault(each["refused"], []).append(f"{row['architecture']} ({KINDS[kind]})")
     return [f"* {', '.join(names)}: {reason}\n" for reason, names in found.items()]
 
 

@@ -140,8 +140,8 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
         return
     if config.model_type in NOT_RELOADED:
         raise SettingsError(
-            f"{spec.model!r} is of the type {config.model_type!r}, of which vLLM does not load experts and attention "
-            "sinks into a running engine, so whole weights would be served in part: set kind='lora'"
+            f"the model {spec.model!r} ({config.model_type}) has experts and attention sinks that vLLM does not load "
+            "into a running engine, so whole weights would be served in part: set kind='lora', and serve on a GPU"
         )
     known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  as above
     named = list(getattr(config, "architectures", None) or [])
