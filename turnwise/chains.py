@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from turnwise.support import Support, support_json, unpack
 from turnwise.types import (
+    DEFAULT_POLICY,
     Credit,
     GroupKey,
     Json,
@@ -340,6 +341,10 @@ class Experience:
     """Oldest policy version among the turns."""
     policy_version_last: int
     """Newest policy version among the turns."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that sampled the turns."""
+    policy: str | None = None
+    """Its name; None where that is not read, as in a trainer."""
     split: Split = Split.TRAIN
     trained_in: tuple[TrainedIn, ...] = ()
     """The updates that trained one of its turns, oldest first."""
@@ -383,6 +388,7 @@ def experience_json(experience: Experience) -> Json:
         "session_reward": experience.reward,
         "policy_version_first": experience.policy_version_first,
         "policy_version_last": experience.policy_version_last,
+        "policy": experience.policy,
         "split": experience.split.value,
         "trained_in": experience.trained_in,
         "metrics": experience.metrics,

@@ -250,7 +250,8 @@ class Session:
     continues: str | None = None
     """The session that this one continues: the application used the same id after that session was over."""
     policy_id: int = DEFAULT_POLICY
-    """The policy that it samples with: its key's, `DEFAULT_POLICY` for a key without one. It never changes."""
+    """Its own policy, which samples the calls that name no other: its key's, `DEFAULT_POLICY` for a key without one. It
+    never changes."""
     arm: int | None = None
     """The version whose arm, a canary or the hold-out, takes this session; set by the store at its creation. None: it
     samples with the served version."""
@@ -329,6 +330,8 @@ class Turn:
     dialect: str = "chat"
     """Wire format of the call: chat, completions, responses, messages or gemini."""
     model: str = ""
+    policy_id: int | None = None
+    """The policy that sampled it, as all turns of its chain; None for its session's own."""
     messages: list[Json] = dataclasses.field(default_factory=list)
     """Messages after the parent's reply; at the root, all messages."""
     tools: list[Json] | None = None
@@ -385,6 +388,10 @@ class Turn:
     known."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
+
+    def policy_or(self, own: int) -> int:
+        """Return the policy that sampled it, where `own` is its session's."""
+        return own if self.policy_id is None else self.policy_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
     if place.parent is None:
         running.root = read_root(call.messages, call.tools, common["sampling"])
     common["role"], common["role_reason"] = find_role(
-        call, place.parent, place.reason, place.live.forest, running.root, is_named=place.inferred_by is None
+        call, place.parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
     )
     images = _placed_images(call, place, captured) if call.images else None
     unsampled = _unsampled_reason(running, has_places=images is not None)
@@ -201,11 +201,12 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
 def _common(running: Running) -> dict[str, Any]:
     """Return the fields that all turns of a call have in common: of the request, the session, and times so far."""
     call, lane, first = running.call, running.lane, running.first_token_at
-    session = running.place.live.session
+    session, own_policy = running.place.session, running.place.live.session.policy_id
     return {
         "session_id": session.session_id,
         "tenant": session.tenant,
         "session_created_at": session.created_at,
+        "policy_id": None if session.policy_id == own_policy else session.policy_id,
         "step": call.step,
         "dialect": call.dialect.name,
         "sampling": call.sampling if lane is None else lane.engine.effective_sampling(call),
@@ -316,7 +317,7 @@ def charge(
     running: Running, turns: list[NewTurn], settings: ProxySettings, policies: Mapping[int, str]
 ) -> Charge | None:
     """Return what a call costs; None where no table of prices fits it."""
-    lane, policy_id = running.lane, running.place.live.session.policy_id
+    lane, policy_id = running.lane, running.place.session.policy_id
     assert lane is not None
     names = f"policy:{policies.get(policy_id)}", f"model:{lane.engine.model}", f"engine:{lane.engine.url}", "*"
     table = next((settings.prices[name] for name in names if name in settings.prices), None)

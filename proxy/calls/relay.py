@@ -166,9 +166,7 @@ class Relay:
         """Return the whole reply in the engine's format, or a stream's finishing events."""
         call, place = running.call, running.place
         await self._sessions.plan(place, call)
-        lane = running.lane = await self._pool.admit(
-            place.live.session, call.policy_version, has_waited=running.has_waited
-        )
+        lane = running.lane = await self._pool.admit(place.session, call.policy_version, has_waited=running.has_waited)
         running.version_first = running.version_last = lane.sampled_version
         running.engine_share = lane.engine.call_share
         if self._needs_usage and call.stream and not call.body.get("stream_options"):
@@ -288,7 +286,7 @@ class Relay:
 
     async def _correct_roles(self, running: Running, turn: KnownTurn) -> None:
         """Correct the roles of earlier turns by what a new one shows about them."""
-        forest = running.place.live.forest
+        forest = running.place.forest
         for turn_ids, (role, reason) in corrections(turn, forest, running.place.conversation):
             try:
                 await self._writer.do(stored_turns.set_roles, turn_ids, role, reason)

@@ -60,6 +60,7 @@ HIDDEN: dict[type, frozenset[str]] = {
             "inferred_by",
             "routed_experts",
             "digest",
+            "policy_id",
         }
     ),
 }

@@ -114,7 +114,10 @@ def _model_of(record: type) -> type[Answer]:
 
 COST: Any = (dict[str, str], Field(default={}, description="Its calls' cost by currency; left out without `prices`."))
 session_model = functools.partial(
-    answer_model, record=Session, policy=_field(str | None, "The name of the policy that it samples with."), cost=COST
+    answer_model,
+    record=Session,
+    policy=_field(str | None, "The name of its own policy, which samples the calls that name no other."),
+    cost=COST,
 )
 SessionAnswer = session_model("SessionAnswer", doc="One run of an agent.")
 ListedSession = session_model(
@@ -167,6 +170,7 @@ TurnAnswer = answer_model(
         "The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, null where they are not "
         "known; null if they cut nothing off, or the engine did not say what. [R]",
     ),
+    policy=_field(str | None, "The name of the policy that sampled it."),
     not_trained=_field(
         str | None,
         "The sampling parameter for which its tokens carry no loss, such as `temperature 0`; null where there is none, "

@@ -122,7 +122,7 @@ class NewSession(Body):
     gamma: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.0
     metadata: dict[str, Any] = Field(default_factory=dict)
     policy: Text | None = None
-    """Name of the policy that samples, by default the key's; it cannot change."""
+    """Name of its own policy, by default the key's: it samples the calls that name no other, and cannot change."""
     user_id: Id | None = None
     """The person or account that the agent serves; `turnwise forget --user-id` deletes its sessions."""
     train: StrictBool = True
@@ -241,22 +241,24 @@ async def fork_turn(
     """Create a session that continues from this turn with the same tokens, for a harness that can replay.
 
     The harness restores its environment, and calls the new session with the conversation up to here. The new session
-    holds copies of the turn and its ancestors, which are not trained. Repeated with the same `session_id`, the call
-    answers with the same session.
+    holds copies of the turn and its ancestors, which are not trained, and their policy is its own. Repeated with the
+    same `session_id`, the call answers with the same session.
     """
     wanted = fork or Fork()
 
-    def read(connection: Connection) -> Session:
+    def read(connection: Connection) -> tuple[Session, int]:
         forked_id = selection.session_of_turn(connection, principal.tenant, turn_id)
-        return sessions.read_session(connection, principal.tenant, forked_id)
+        held = sessions.read_session(connection, principal.tenant, forked_id)
+        turn = turns.find_turn(connection, principal.tenant, forked_id, turn_id=turn_id)
+        return held, held.policy_id if turn is None else turn.policy_or(held.policy_id)
 
-    forked = await services.database.fetch(read)
+    forked, policy_id = await services.database.fetch(read)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
     left_out = {"task_id", "credit", "gamma", "sampling", "user_id"} - wanted.model_fields_set
     session = Session(
         session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
         tenant=principal.tenant,
-        policy_id=forked.policy_id,
+        policy_id=policy_id,
         key_id=principal.root_key_id,
         opened_by="api",
         metadata={
@@ -327,7 +329,7 @@ async def list_turns(
         views, more = turns.read_turns(
             connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=whole, max_bytes=size
         )
-        return page(map(turn_json, views), has_more=more)
+        return page(_turns_json(connection, principal.tenant, session_id, views), has_more=more)
 
     return await services.database.fetch(read)
 
@@ -337,9 +339,15 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
     """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
     def read(connection: Connection) -> Json:
-        return turn_json(turns.read_turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole"))
+        view = turns.read_turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
+        return _turns_json(connection, principal.tenant, view.turn.session_id, [view])[0]
 
     return answer(await services.database.fetch(read))
+
+
+def _turns_json(connection: Connection, tenant: str, session_id: str, views: Sequence[turns.TurnView]) -> list[Json]:
+    own, names = selection.session_row(connection, tenant, session_id).policy_id, policies.names_of_policies(connection)
+    return [turn_json(view) | {"policy": names.get(view.turn.policy_or(own))} for view in views]
 
 
 @router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))

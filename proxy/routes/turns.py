@@ -104,7 +104,7 @@ async def get_tokens(
 
     def read(connection: Connection) -> TurnTokens:
         session_pk, path = turns.turns_to(connection, turn_id, principal.tenant)
-        credit = experiences.session_credit(connection, session_pk)
+        credit = experiences.session_credit(connection, session_pk, path[-1].policy_id)
         updates = stored_updates.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}
         return _tokens(path, services.sessions.template, credit, advantages)
@@ -218,7 +218,8 @@ async def recompute_logprobs(
 
     def read(connection: Connection) -> tuple[TurnView, Session]:
         view = turns.read_turn(connection, principal.tenant, turn_id)
-        return view, sessions.read_session(connection, principal.tenant, view.turn.session_id)
+        session = sessions.read_session(connection, principal.tenant, view.turn.session_id)
+        return view, dataclasses.replace(session, policy_id=view.turn.policy_or(session.policy_id))
 
     view, session = await services.database.fetch(read)
     _check_repeatable(view)

@@ -77,6 +77,8 @@ class KnownTurn:
     """The part of a stored turn that is needed to extend it."""
 
     turn_id: str
+    policy_id: int | None = None
+    """The policy that sampled it; None for its session's own."""
     parent_turn_id: str | None
     chain_id: str
     num_messages: int
@@ -121,7 +123,7 @@ TurnIndex = dict[bytes, tuple[KnownTurn, ...]]
 
 @dataclasses.dataclass(slots=True)
 class TurnForest:
-    """The turns of one session, indexed by id and by conversation digest."""
+    """The turns of one policy in a session, indexed by id and by conversation digest."""
 
     by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
     by_history: TurnIndex = dataclasses.field(default_factory=dict)

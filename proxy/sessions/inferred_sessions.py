@@ -28,7 +28,7 @@ MAX_COMPARED = 1_000
 
 
 Caller: TypeAlias = tuple[str, str, int]
-"""Whose conversations a call may continue: a tenant, an API key, and the policy of the sessions."""
+"""Whose conversations a call may continue: a tenant, an API key, and the policy that sampled in them."""
 Candidate: TypeAlias = tuple[LiveSession, KnownTurn]
 """A session that contains the conversation, and the turn that the call would extend in it."""
 
@@ -69,8 +69,8 @@ class InferredSessions:
     def add(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
         """Let calls of an API key find a session by these turns."""
         session = live.session
-        caller = session.tenant, key_id, session.policy_id
         for turn in turns:
+            caller = session.tenant, key_id, session.policy_id if turn.policy_id is None else turn.policy_id
             self._ids.add(caller, turn.history_digest, session.session_id)
             for call_id in turn.call_ids:
                 self._ids.add(caller, call_id.encode(), session.session_id)
@@ -84,7 +84,7 @@ class InferredSessions:
             for session_id in session_ids[1:]:
                 self._unanswered.add(caller, request, session_id)
             live = await self._if_open(session_ids[0], caller)
-            if live is not None and not live.forest.by_id:
+            if live is not None and not live.by_id():
                 return live
         return None
 
@@ -110,7 +110,7 @@ class InferredSessions:
             return chosen
         is_handoff, digest, stored = await self._database.fetch(_read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)
-        # Of a handoff only the dialogue is equal: it does not branch from a turn that another call has extended.
+        # A handoff, with an equal dialogue only, does not branch from a turn that another call has extended.
         return self._choose(candidates, call_ids, is_complete=not is_handoff)
 
     def _choose(
@@ -124,7 +124,7 @@ class InferredSessions:
             is_complete: whether these are all candidates of the store, not only those in memory.
         """
         candidates = [(live, turn) for live, turn in candidates if not turn.is_aborted] or candidates
-        known_ids = [live.forest.call_ids(turn) for live, turn in candidates]
+        known_ids = [live.forest_of(turn.policy_id).call_ids(turn) for live, turn in candidates]
         same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
         is_other_run = bool(call_ids) and any(known_ids)
         if not same_run and is_other_run and not is_complete:
@@ -151,11 +151,8 @@ class InferredSessions:
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
-        tenant, _, policy_id = caller
-        live = await self._cache.find_stored(tenant, session_id)
-        if live is None or live.session.status is not SessionStatus.OPEN:
-            return None
-        return live if live.session.policy_id == policy_id else None
+        live = await self._cache.find_stored(caller[0], session_id)
+        return None if live is None or live.session.status is not SessionStatus.OPEN else live
 
     async def _candidates(
         self, session_ids: Iterable[str], digest: bytes, caller: Caller, *, refresh: bool = False
@@ -168,25 +165,28 @@ class InferredSessions:
                 continue
             if refresh:
                 await self._cache.refresh(live)
-            forest = live.forest
-            turns = forest.by_history.get(digest) or forest.by_dialogue.get(digest, ())
-            found += [(live, turn) for turn in turns]
+            for forest in (live.others.get(caller[2], live.forest), live.forest, *live.others.values()):
+                if turns := forest.by_history.get(digest) or forest.by_dialogue.get(digest, ()):
+                    found += [(live, turn) for turn in turns]
+                    break
         return found
 
 
 def _read_candidates(
     connection: Connection, caller: Caller, conversation: ConversationDigests
 ) -> tuple[bool, bytes, list[str]]:
-    """Return the sessions with the conversation; else those with its dialogue under other tools or another system.
+    """Return the sessions with the conversation; else those with its dialogue, which another agent goes on with.
+
+    That has other tools, another system message, or as the last choice another policy.
 
     Returns:
         Whether only the dialogue is equal, its digest, and the ids of the sessions.
     """
     tenant, key_id, policy_id = caller
-    find = functools.partial(
-        conversations.sessions_of_conversation, connection, tenant, key_id, policy_id=policy_id, limit=MAX_CANDIDATES
-    )
-    digest, session_ids = find(conversation.after_replies(conversation.full))
+    find = functools.partial(conversations.sessions_of_conversation, connection, tenant, key_id, limit=MAX_CANDIDATES)
+    digest, session_ids = find(conversation.after_replies(conversation.full), policy_id=policy_id)
     if session_ids:
         return False, digest, session_ids
-    return True, *find(conversation.after_replies(conversation.dialogue), by="dialogue_digest")
+    find_dialogue = functools.partial(find, conversation.after_replies(conversation.dialogue), by="dialogue_digest")
+    digest, session_ids = find_dialogue(policy_id=policy_id)
+    return True, *((digest, session_ids) if session_ids else find_dialogue(policy_id=None))

@@ -50,6 +50,9 @@ class LiveSession:
 
     session: Session
     forest: TurnForest = dataclasses.field(default_factory=TurnForest)
+    """The turns of the session's own policy."""
+    others: dict[int, TurnForest] = dataclasses.field(default_factory=dict)
+    """The turns of other policies: a chain has one policy, and so have the roles that chains have beside each other."""
     key: SessionKey = dataclasses.field(init=False)
     """Tenant and id."""
     _document_bytes: int = dataclasses.field(init=False)
@@ -61,7 +64,21 @@ class LiveSession:
 
     @property
     def num_bytes(self) -> int:
-        return SESSION_BYTES + self._document_bytes + self.forest.num_bytes
+        num_bytes = SESSION_BYTES + self._document_bytes + self.forest.num_bytes
+        return num_bytes + sum([each.num_bytes for each in self.others.values()])
+
+    def forest_of(self, policy_id: int | None) -> TurnForest:
+        """Return the turns of a policy, to which more can be added; None is the session's own policy."""
+        if policy_id in (None, self.session.policy_id):
+            return self.forest
+        return self.others.setdefault(policy_id, TurnForest())
+
+    def by_id(self) -> dict[str, KnownTurn]:
+        """Return the turns of all policies."""
+        found = self.forest.by_id.copy()
+        for forest in self.others.values():
+            found |= forest.by_id
+        return found
 
     def __post_init__(self) -> None:
         self.key = self.session.tenant, self.session.session_id
@@ -126,7 +143,8 @@ class LiveSessions:
     def add_turns(self, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
         """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
         for turn in turns:
-            self.keep_tokens(live, live.forest.add(turn))
+            forest = live.forest if turn.policy_id is None else live.forest_of(turn.policy_id)
+            self.keep_tokens(live, forest.add(turn))
         if self.find(live.key) is live:
             self.put(live)
 
@@ -134,7 +152,8 @@ class LiveSessions:
         """Count the tokens of a turn, without those that it shares with its parent; drop those of other sessions."""
         if turn.tokens is None or self.find(live.key) is not live:
             return
-        parent = live.forest.by_id.get(turn.parent_turn_id or "")
+        forest = live.forest if turn.policy_id is None else live.forest_of(turn.policy_id)
+        parent = forest.by_id.get(turn.parent_turn_id or "")
         shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
         live.token_bytes += turn.tokens.num_bytes - shared
         for dropped in self._with_tokens.count(live, live.token_bytes):
@@ -154,8 +173,9 @@ class LiveSessions:
     def _drop_tokens(self, live: LiveSession) -> None:
         self._with_tokens.drop(live.key)
         live.token_bytes = 0
-        for turn in live.forest.by_id.values():
-            turn.tokens = None
+        for forest in (live.forest, *live.others.values()):
+            for turn in forest.by_id.values():
+                turn.tokens = None
 
 
 class SessionCache(LiveSessions):
@@ -247,7 +267,8 @@ class SessionCache(LiveSessions):
         """Add the turns that other processes have committed, or this process before a restart."""
         found, live.num_read = await self._database.fetch(self._read_unknown, live)
         # Some may have been committed here meanwhile.
-        self.add_turns(live, [turn for turn in found if turn.turn_id not in live.forest.by_id])
+        known = live.by_id()
+        self.add_turns(live, [turn for turn in found if turn.turn_id not in known])
 
     async def tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds | None:
         """Return the prompt and sampled ids of a turn; None if they have left the memory and are not stored."""
@@ -287,7 +308,7 @@ class SessionCache(LiveSessions):
 
     def _read_unknown(self, connection: Connection, live: LiveSession) -> tuple[list[KnownTurn], int]:
         tenant, session_id = live.key
-        by_id = dict(live.forest.by_id)
+        by_id = live.by_id()
         unknown, num_read = conversations.unknown_turns(
             connection, tenant, session_id, first=live.num_read, known=by_id
         )
@@ -339,6 +360,7 @@ def known_turn(
     started_at = turn.created_at.timestamp()
     return KnownTurn(
         turn_id=turn.turn_id,
+        policy_id=turn.policy_id,
         parent_turn_id=turn.parent_turn_id,
         chain_id=turn.chain_id,
         num_messages=(0 if parent is None else parent.num_messages) + len(turn.messages) + 1,

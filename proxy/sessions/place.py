@@ -38,7 +38,7 @@ from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
 from proxy.sessions.pins import Pins
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
-from proxy.sessions.which import check_has_policy, check_id, end_user, next_id, next_prefix
+from proxy.sessions.which import check_id, end_user, next_id, next_prefix
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
@@ -60,6 +60,10 @@ class CallPlace:
     """The session of a call, how it was found, and the turn and the prompt with which the call continues it."""
 
     live: LiveSession
+    session: Session
+    """The session as the call's policy sees it: if that is not its own, with that policy and without an arm."""
+    forest: TurnForest
+    """The turns of the call's policy."""
     conversation: ConversationDigests
     inferred_by: str | None = None
     """The API key whose conversations identified the session; None if the call names its session."""
@@ -122,8 +126,7 @@ class Sessions:
             request: the digest of its request.
 
         Raises:
-            Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`; or
-                it has another policy than the one that the call names as its model.
+            Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`.
             InvalidRequest: the session id is not valid.
             Unauthorized: the session of a session key was deleted.
         """
@@ -159,15 +162,18 @@ class Sessions:
         Pinned parameters replace the call's before its conversation is read, because the template prints some of them;
         what `_read_to_search` returned is read again only where the session's own pins change that.
         """
-        if call.names_policy:
-            check_has_policy(live.session, call.policy_id, call.model, param="model")
-        self.cache.pins.apply(call, live.session, principal.root_key_id)
-        is_pinned = bool(self._settings.sampling_pins or live.session.sampling)
+        session, forest = live.session, live.forest
+        # Where the caller has named the session, it is the session's own policy that samples what names none.
+        if (call.names_policy or inferred_by is not None) and call.policy_id != session.policy_id:
+            forest = live.forest_of(call.policy_id)
+            session = dataclasses.replace(session, policy_id=call.policy_id, arm=None)  # an arm is of the own policy
+        self.cache.pins.apply(call, session, principal.root_key_id)
+        is_pinned = bool(self._settings.sampling_pins or session.sampling)
         if searched is None or (
             is_pinned and searched.context != context_digest(call.tools, template_arguments(call.body))
         ):
             searched = await self._read(call, principal)
-        return CallPlace(live, searched, inferred_by)
+        return CallPlace(live, session, forest, searched, inferred_by)
 
     async def _open_next(self, over: LiveSession, call: Call, key_id: str) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
@@ -227,27 +233,29 @@ class Sessions:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
         live, conversation = place.live, place.conversation
         if not conversation.num_replied:
-            if self._is_shared and live.forest.by_id:
+            if self._is_shared and place.forest.by_id:
                 await self.cache.refresh(live)  # the role of a new chain depends on the session's others
-            place.reason = break_reason(conversation, live.forest)
+            place.reason = break_reason(conversation, place.forest)
         elif not self._settings.continuation:
             place.reason = "continuation_off"
         elif (parent := place.reserved or await self._reserve_deepest(place, call)) is None:
-            place.reason = break_reason(conversation, live.forest)
+            place.reason = break_reason(conversation, place.forest)
         else:
             tokens, keep_thinking = await self.cache.tokens(live, parent), self._settings.thinking == "keep"
             if tokens is None:
                 place.reason = "tokens_not_stored"
             else:
                 await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
+        if live.others and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
+            place.reason = "policy_changed"
 
     async def _reserve_deepest(self, place: CallPlace, call: Call) -> KnownTurn | None:
         live, conversation = place.live, place.conversation
-        parent = live.forest.deepest(conversation, call.messages)
+        parent = place.forest.deepest(conversation, call.messages)
         # Another proxy may have stored a longer history, or the complete reply to a retry of a call cut off here.
         if parent is None or parent.num_messages < conversation.num_replied or parent.is_aborted:
             await self.cache.refresh(live)
-            parent = live.forest.deepest(conversation, call.messages)
+            parent = place.forest.deepest(conversation, call.messages)
         if parent is not None:
             place.reserved = parent
             self._reserved[parent.turn_id] += 1
@@ -258,7 +266,7 @@ class Sessions:
 
         It stores nothing: a session that does not exist is not created.
         """
-        caller, live = (principal.tenant, principal.key_id, call.policy_id), None
+        caller, live, inferred_by = (principal.tenant, principal.key_id, call.policy_id), None, None
         if principal.session_id is not None:
             live = await self.cache.find_own(principal)
         elif call.session_id is not None:
@@ -266,10 +274,10 @@ class Sessions:
         elif found := await self._inferred.find(
             await self._read_to_search(call, principal, caller), call.messages, caller
         ):
-            live, _ = found
+            (live, _), inferred_by = found, principal.key_id
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
-        place = await self._place(live, call, principal)
+        place = await self._place(live, call, principal, inferred_by)
         try:
             await self.plan(place, call)
         finally:
@@ -279,7 +287,7 @@ class Sessions:
 
     def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
-        if has_failed and place.repeated_by is not None and not place.live.forest.by_id:
+        if has_failed and place.repeated_by is not None and not place.live.by_id():
             self._inferred.add_unanswered(*place.repeated_by, place.live)
         if place.reserved is not None:
             turn_id, place.reserved = place.reserved.turn_id, None
@@ -307,7 +315,8 @@ class Sessions:
             live = await self.cache.open(_opened_by_call(session_id, caller, call))
         place = await self._place(live, call, principal, principal.key_id, conversation)
         place.repeated_by = caller, request
-        if turn is not None and turn.history_digest in place.conversation.full:
+        is_own = turn is not None and turn.turn_id in place.forest.by_id
+        if turn is not None and is_own and turn.history_digest in place.conversation.full:
             place.reserved = turn
             self._reserved[turn.turn_id] += 1
         return place
@@ -356,7 +365,7 @@ async def extend(
         template: the served model's; None while it is not known.
         keep_thinking: whether to stay on the chain although the template drops earlier thinking.
     """
-    conversation, forest = place.conversation, place.live.forest
+    conversation, forest = place.conversation, place.forest
     place.reason = _reason_not_to_extend(call, forest, parent, template)
     if place.reason is not None or template is None:
         return
@@ -419,6 +428,14 @@ def _reason_not_to_extend(
     if parent.is_truncated or body.get(TRUNCATION) is not None:
         return "truncated_prompt"
     return None
+
+
+def _goes_on_from_another_policy(place: CallPlace) -> bool:
+    """Return whether another policy's turns have replies of the conversation that the call's own turns have not."""
+    first, conversation = 0 if place.parent is None else place.parent.num_messages, place.conversation
+    digests = {conversation.dialogue[index] for index in conversation.replies if index >= first}
+    forests = (place.live.forest, *place.live.others.values())
+    return any(not digests.isdisjoint(each.by_dialogue) for each in forests if each is not place.forest)
 
 
 def break_reason(conversation: ConversationDigests, forest: TurnForest, parent: KnownTurn | None = None) -> str | None:

@@ -246,15 +246,15 @@ MAX_NAME = 240
 
 
 def check_has_policy(session: Session, policy_id: int, name: str, *, param: str) -> None:
-    """Check that a session samples with the policy that a request names.
+    """Check that the policy that a request names is a session's own.
 
     Raises:
         Conflict: it has another one.
     """
     if session.policy_id != policy_id:
         raise Conflict(
-            f"session {session.session_id!r} samples with another policy than {name!r}; a session has one policy: "
-            "ask in another session",
+            f"session {session.session_id!r} has another policy of its own than {name!r}, which does not change; name "
+            f"{name!r} as the model of the calls that it samples, or create another session",
             param=param,
             code="session_of_another_policy",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ from turnwise.store.database import Database
 from turnwise.store.processes import TrainerStatus
 from turnwise.store.versions import publish_next
 from turnwise.types import PolicyKind, utc_now
+
+FLAGS = ("--holdout-share", "0", "--policy-tenant", "a")
+ARMS = ("--canary-share", "0.5", "--canary-min-sessions", "2", "--canary-max-sessions", "2", "--holdout-share", "0.5")
 
 
 class World:
@@ -110,7 +114,7 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     ):
         with database.write() as conn:  # a proxy without keys accepts any, for some seconds
             keys.create_key(conn, "a", keys.KeyRole.ADMIN, "the first key")
-        flags = getattr(request, "param", ("--holdout-share", "0", "--policy-tenant", "a"))
+        flags = getattr(request, "param", FLAGS)
         proxy = stack.enter_context(running_proxy(engine.url, url, tmp_path, *flags))
         world = World(proxy, engine, database, adapters)
         yield world
@@ -145,15 +149,15 @@ def test_each_key_samples_with_its_policy_at_any_order_of_calls(world: World) ->
 
 
 def test_a_model_name_asks_for_a_policy_or_one_of_its_versions(world: World) -> None:
-    """Any other name is the key's own policy. A session has one policy. What `NAME@VERSION` samples is not trained."""
+    """Any other name is the key's own policy, or its session's. What `NAME@VERSION` samples is not trained."""
     world.add_policy("a", "support")
     old, new = world.publish("a", "support"), world.publish("a", "support")
     asked = {"support": new, f"support@{old}": old, "default@0": 0, "default": 0, "claude@20240620": new, "gpt": new}
     assert {model: world.sampled("support-a", model) for model in asked} == asked
     assert world.sampled("admin-a", "support", "named") == new
     assert world.sampled("admin-a", "gpt-5", "named") == new
-    other = world.call("admin-a", "default", "named")
-    assert (other.status_code, other.json()["error"]["code"]) == (409, "session_of_another_policy")
+    assert world.sampled("admin-a", "default", "named") == 0
+    assert world.sampled("admin-a", "gpt-5", "named") == new
     assert world.sampled("admin-a", f"support@{old}", "evaluated") == old
     splits = {name: world.get("admin-a", f"/v1/sessions/{name}")["split"] for name in ("named", "evaluated")}
     assert splits == {"named": "train", "evaluated": "eval"}
@@ -190,6 +194,164 @@ def test_a_session_is_created_with_a_policy_and_shows_and_is_found_by_its_name(w
         "default": (409, "policy"),
         "theirs": (404, "policy"),
     }
+
+
+class Agent:
+    """One agent of a harness: a conversation that it sends with each call, naming its policy as the model."""
+
+    def __init__(self, world: World, policy: str, session: str | None = "both", said: list[dict] | None = None) -> None:
+        self.world, self.policy, self.session = world, policy, session
+        self.messages = said or [{"role": "system", "content": "You are an agent of a team."}]
+
+    def ask(self, text: str, key: str = "admin-a", **fields: Any) -> dict:
+        """Send the conversation with another question; return the stored turn as the API shows it."""
+        self.messages.append({"role": "user", "content": text})
+        headers = {} if self.session is None else {"x-session-id": self.session}
+        headers |= {name: fields.pop(name) for name in ("idempotency-key",) if name in fields}
+        body = {"model": self.policy, "messages": self.messages, **fields}
+        reply = self.world.http[key].post("/v1/chat/completions", json=body, headers=headers).raise_for_status()
+        self.messages = [*self.messages, reply.json()["choices"][0]["message"]]
+        return self.world.get("admin-a", f"/v1/turns/{reply.json()['id']}")
+
+
+@contextlib.contextmanager
+def another_process(world: World, directory: Path) -> Iterator[None]:
+    """Run a second proxy over the same store, which the key `second` of the world calls."""
+    headers = world.http["admin-a"].headers
+    with (
+        running_proxy(world.engine.url, world.proxy.database_url, directory, *FLAGS) as second,
+        httpx2.Client(base_url=second.url, headers=headers, timeout=60) as world.http["second"],
+    ):
+        yield
+
+
+def places(turns: list[dict]) -> list[tuple[Any, ...]]:
+    """Return of each turn: its policy, its version, the turn that it extends, its role, and why it starts a chain."""
+    seq = {turn["turn_id"]: turn["seq"] for turn in turns}
+    return [
+        (each["policy"], each["policy_version_first"], seq.get(each["parent_turn_id"]), each["role"], each["reason"])
+        for each in turns
+    ]
+
+
+@pytest.fixture
+def team(world: World) -> tuple[World, int, int]:
+    """Return a world with the policies `planner` and `solver`, and their versions."""
+    for name in ("planner", "solver"):
+        world.add_policy("a", name)
+    return world, world.publish("a", "planner"), world.publish("a", "solver")
+
+
+def test_two_policies_sample_in_one_session_each_on_chains_of_its_own(
+    team: tuple[World, int, int], tmp_path: Path
+) -> None:
+    """Their agents say the same and are never siblings or retries; another process continues both chains."""
+    world, planned, solved = team
+    planner, solver = Agent(world, "planner"), Agent(world, "solver")
+    for number in range(2):
+        planner.ask(f"Question {number}?")
+        solver.ask(f"Question {number}?")
+    with another_process(world, tmp_path):
+        for agent in (planner, solver):
+            agent.ask("And now?", "second")
+    planner.ask("Only the planner hears this.")
+    handed = Agent(world, "solver", said=list(planner.messages))
+    handed.ask("Take over.")
+    handed.ask("Go on.")
+    listed = world.get("admin-a", "/v1/sessions/both/turns")["data"]
+    assert places(listed) == [
+        ("planner", planned, None, "main", None),
+        ("solver", solved, None, "main", None),
+        ("planner", planned, 0, "main", None),
+        ("solver", solved, 1, "main", None),
+        ("planner", planned, 2, "main", None),
+        ("solver", solved, 3, "main", None),
+        ("planner", planned, 4, "main", None),
+        ("solver", solved, 5, "main", "policy_changed"),
+        ("solver", solved, 7, "main", None),
+    ]
+    assert {each["outcome"] for each in listed} == {"exact"}
+    session = world.get("admin-a", "/v1/sessions/both")
+    assert (session["policy"], session["num_chains"]) == ("planner", 2)
+    for name in ("planner", "solver"):
+        found = world.get("admin-a", f"/v1/sessions?policy={name}")["data"]
+        assert [each["session_id"] for each in found] == ["both"]
+    held = {each["name"]: each["summary"]["num_sessions"] for each in list_policies(world)}
+    assert held == {"default": 0, "planner": 1, "solver": 1}
+    world.post("admin-a", "/v1/sessions/both/end", {"reward": 1.0})
+    for name, count in (("planner", 4), ("solver", 5)):
+        text = world.http["admin-a"].get(f"/v1/experiences?policy={name}").text
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert {(each["policy"], each["session_reward"]) for each in lines} == {(name, 1.0)}
+        assert len(lines) == count
+    fork = world.post("admin-a", f"/v1/turns/{listed[1]['turn_id']}/fork", {"session_id": "forked"})
+    (copy,) = world.get("admin-a", "/v1/sessions/forked/turns")["data"]
+    assert (fork["policy"], copy["policy"]) == ("solver", "solver")
+    assert world.get("admin-a", f"/v1/turns/{listed[1]['turn_id']}/logprobs")["policy_version"] == solved
+
+
+def list_policies(world: World) -> list[dict]:
+    return world.get("admin-a", "/v1/policies?summary=true")["policies"]
+
+
+def test_a_retry_and_choices_are_of_the_policy_that_their_call_names(team: tuple[World, int, int]) -> None:
+    """The same words under one key for another policy are another request."""
+    world, planned, solved = team
+    first = Agent(world, "planner").ask("Which way?", **{"idempotency-key": "k"})
+    solver = Agent(world, "solver")
+    kept = solver.ask("Which way?", n=2, **{"idempotency-key": "l"})
+    num_calls = len(world.engine.calls)
+    again = Agent(world, "solver").ask("Which way?", n=2, **{"idempotency-key": "l"})
+    assert (again["turn_id"], len(world.engine.calls)) == (kept["turn_id"], num_calls)
+    body = {"model": "solver", "messages": solver.messages[:-1]}
+    headers = {"x-session-id": "both", "idempotency-key": "k"}
+    reused = world.http["admin-a"].post("/v1/chat/completions", json=body, headers=headers)
+    assert (reused.status_code, reused.json()["error"]["code"]) == (409, "idempotency_key_reused")
+    listed = world.get("admin-a", "/v1/sessions/both/turns")["data"]
+    assert [each["turn_id"] for each in listed] == [first["turn_id"], kept["turn_id"], f"{kept['turn_id']}#1"]
+    assert [place[:3] for place in places(listed)] == [("planner", planned, None), *[("solver", solved, None)] * 2]
+
+
+def test_an_unnamed_session_is_found_by_the_conversation_of_either_policy(
+    team: tuple[World, int, int], tmp_path: Path
+) -> None:
+    """A conversation that another policy goes on with is handed over; its own sessions come first. Restarts too."""
+    world, planned, solved = team
+    planner = Agent(world, "planner", None)
+    session_id = planner.ask("Plan it.")["session_id"]
+    solver = Agent(world, "solver", None, list(planner.messages))
+    assert solver.ask("Solve it.")["session_id"] == session_id
+    with another_process(world, tmp_path):
+        assert [agent.ask("Go on.", "second")["session_id"] for agent in (planner, solver)] == [session_id] * 2
+    assert places(world.get("admin-a", f"/v1/sessions/{session_id}/turns")["data"]) == [
+        ("planner", planned, None, "main", None),
+        ("solver", solved, None, "main", "policy_changed"),
+        ("planner", planned, 0, "main", None),
+        ("solver", solved, 1, "main", None),
+    ]
+
+
+PINS = {"policy:planner": {"temperature": 0.25}, "policy:solver": {"temperature": 0.75}}
+
+
+@pytest.mark.parametrize("world", [(*FLAGS, "--sampling-pins", json.dumps(PINS))], indirect=True)
+def test_pins_are_those_of_the_policy_that_a_call_names(team: tuple[World, int, int]) -> None:
+    asked = [Agent(team[0], name).ask("Which way?")["sampling"]["temperature"] for name in ("planner", "solver")]
+    assert asked == [0.25, 0.75]
+
+
+@pytest.mark.parametrize("world", [ARMS], indirect=True)
+def test_a_session_in_an_arm_samples_other_policies_as_served(team: tuple[World, int, int]) -> None:
+    """The arm is one of the session's own policy. What is compared of its versions leaves out the other's turns."""
+    world, planned, solved = team
+    tried = world.publish("a", "planner", "canary")
+    versions: dict[str, set[int]] = collections.defaultdict(set)
+    for number in range(12):
+        versions["planner"].add(world.sampled("admin-a", "planner", f"s{number}"))
+        versions["solver"].add(world.sampled("admin-a", "solver", f"s{number}"))
+        world.post("admin-a", f"/v1/sessions/s{number}/end", {"reward": 1.0})
+    assert versions == {"planner": {planned, tried}, "solver": {solved}}
+    wait_until(lambda: world.status("a", tried) == "active", "it is promoted")
 
 
 def test_policies_are_listed_with_what_they_hold(world: World) -> None:
@@ -355,9 +517,6 @@ def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world: World)
     wait_until(lambda: not world.engine.state.adapters, "its adapter has left the engine")
     assert world.post("admin-a", "/v1/policies/support/archive", {"archived": False})["archived_at"] is None
     assert world.sampled("support-a", "gpt-5", "s") == version
-
-
-ARMS = ("--canary-share", "0.5", "--canary-min-sessions", "2", "--canary-max-sessions", "2", "--holdout-share", "0.5")
 
 
 @pytest.mark.parametrize("world", [ARMS], indirect=True)

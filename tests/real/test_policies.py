@@ -102,6 +102,51 @@ def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_eac
     assert logprobs(proxy, "trained") != untrained
 
 
+def test_two_policies_of_one_session_extend_their_own_tokens_under_their_own_weights(
+    crowded: RunningEngine, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    """Also after one of them has a newer version. The last call hands the planner's conversation to the solver."""
+    proxy = start_proxy(crowded.url)
+    wait_for_status(proxy, 0)
+    forwards, served = {}, {}
+    for number, name in enumerate(("planner", "solver"), 20):
+        ask(proxy.url, "/v1/policies", {"name": name})
+        path = write_adapter(crowded.model_dir, tmp_path / name, number)
+        served[name] = publish(proxy, path, kind="lora", policy=name)
+        wait_for_status(proxy, served[name])
+        forwards[served[name]] = forward_of(crowded.model_dir, path)
+    said: dict[str, list[Any]] = {"planner": [], "solver": []}
+    versions = []
+    with OpenAI(base_url=proxy.session_v1("team"), api_key="none") as client:
+
+        def call(name: str, said: list[Any], text: str) -> None:
+            said.append({"role": "user", "content": text})
+            reply = client.chat.completions.create(model=name, messages=said, max_tokens=24)
+            said.append(reply.choices[0].message.model_dump(exclude_none=True))
+            versions.append(served[name])
+
+        for number in range(3):
+            for name in ("planner", "solver"):
+                call(name, said[name], f"Question {number}: which city?")
+        path = write_adapter(crowded.model_dir, tmp_path / "newer", 30)
+        served["planner"] = publish(proxy, path, kind="lora", policy="planner")
+        wait_for_status(proxy, served["planner"])
+        forwards[served["planner"]] = forward_of(crowded.model_dir, path)
+        for name in ("planner", "solver"):
+            call(name, said[name], "And now?")
+        call("solver", list(said["planner"]), "Take over.")
+    views = proxy.turns("team")
+    assert [view.turn.policy_version_first for view in views] == versions
+    assert [None if view.turn.policy_id is None else "solver" for view in views] == [*[None, "solver"] * 4, "solver"]
+    parents = {view.turn.turn_id: view.turn.seq for view in views}
+    assert [parents.get(view.turn.parent_turn_id or "") for view in views] == [None, None, 0, 1, 2, 3, 4, 5, None]
+    assert [view.turn.reason for view in views] == [*[None] * 8, "policy_changed"]
+    for view in views:
+        ids = np.concatenate([view.prompt_token_ids, view.turn.token_ids]).tolist()
+        ours = forwards[view.turn.policy_version_first](ids, view.turn.prompt_length)
+        assert float((ours - torch.tensor(view.turn.logprobs.copy())).abs().max()) < TOLERANCE
+
+
 def logprobs(proxy: RunningProxy, policy: str) -> list[list[float]]:
     found = []
     with OpenAI(base_url=proxy.v1, api_key="none") as client:

@@ -282,10 +282,12 @@ class Ledger:
 
     def experiences_of(self, group_pks: Sequence[int], *, with_imported: bool = False) -> list[Experience]:
         """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
-        roles = self.rule.train_roles
+        of, roles = self.policy_id, self.rule.train_roles
         found = self.read(
             lambda conn: list(
-                experiences.experiences_of_groups(conn, group_pks, roles=roles, with_imported=with_imported)
+                experiences.experiences_of_groups(
+                    conn, group_pks, roles=roles, with_imported=with_imported, policy_id=of
+                )
             )
         )
         return [resolved(experience, self._vocabulary) for experience in found]

@@ -72,6 +72,7 @@ def _row(experience: Experience) -> Json:
         "session_reward": experience.reward,
         "policy_version_first": experience.policy_version_first,
         "policy_version_last": experience.policy_version_last,
+        "policy": experience.policy,
     }
 
 
@@ -100,6 +101,7 @@ def _columns() -> Json:
         "session_reward": pyarrow.float64(),
         "policy_version_first": pyarrow.int32(),
         "policy_version_last": pyarrow.int32(),
+        "policy": pyarrow.string(),
     }
 
 
@@ -133,5 +135,6 @@ ids that the model was given and sampled.
 | `reward` | reward of these turns: the session's, or with step-wise credit the sum of their own |
 | `session_reward` | reward of the whole session |
 | `policy_version_first`, `policy_version_last` | oldest and newest policy version among the turns |
+| `policy` | name of the policy that sampled the turns |
 | `eid` | batch/task/run/step/suffix |
 """

@@ -24,7 +24,7 @@ from turnwise.types import Json, Reward, Turn
 OF_THE_STORE = frozenset(
     {
         *("prompt_delta", "history_digest", "messages_digest", "dialogue_digest"),
-        *("request_key", "request_digest", "inferred_by", "routed_experts", "digest", "reward_id"),
+        *("request_key", "request_digest", "inferred_by", "routed_experts", "digest", "reward_id", "policy_id"),
     }
 )
 
@@ -32,7 +32,8 @@ OF_THE_STORE = frozenset(
 def session_document(record: search.SessionRecord) -> Json:
     """Return a session with its turns in order of `seq`, and its effective rewards in order of arrival."""
     document: Json = as_json(record.session) | {"policy": record.policy}
-    document["turns"] = [_turn(view) for view in record.views()]
+    own, names = record.session.policy_id, record.policies
+    document["turns"] = [_turn(view) | {"policy": names.get(view.turn.policy_or(own))} for view in record.views()]
     document["rewards"] = _lines(latest_lines(record.rewards))
     return document
 

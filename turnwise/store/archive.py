@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store import consent
+from turnwise.store.groups import is_group
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import (
     DELETED,
@@ -42,10 +43,13 @@ def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
     if table is media:
         names = sa.select(of.c.tenant, of.c.digest).where(is_among(conn.dialect, key, wanted))
-        is_wanted = sa.tuple_(media.c.tenant, media.c.digest).in_(names)
+        is_wanted: sa.ColumnElement[bool] = sa.tuple_(media.c.tenant, media.c.digest).in_(names)
         found_rows = sa.select(media).where(is_wanted).order_by(*media.primary_key)
     else:
-        found_rows = sa.select(table).where(is_among(conn.dialect, key, wanted)).order_by(key, *table.primary_key)
+        is_wanted = is_among(conn.dialect, key, wanted)
+        if table is groups:
+            is_wanted = sa.or_(is_wanted, is_among(conn.dialect, groups.c.part_of, wanted))
+        found_rows = sa.select(table).where(is_wanted).order_by(key, *table.primary_key)
     some = FILES_AT_ONCE if table is media else ROWS_AT_ONCE
     for row in conn.execute(found_rows, execution_options={"yield_per": some}):
         yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name
@@ -60,6 +64,8 @@ class ArchivedSession(NamedTuple):
 
     session: Row
     group: Row | None
+    parts: Sequence[Row]
+    """Those of its group."""
     others: Mapping[str, Sequence[Row]]
     media: Sequence[Row] = ()
 
@@ -76,7 +82,10 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
     ((session_pk,),) = inserted
     if archived.group is not None:
         joined = sa.update(sessions).where(sessions.c.session_pk == session_pk)
-        conn.execute(joined.values(group_pk=_join_group(conn, archived.group, row)))
+        group_pk = _join_group(conn, archived.group, row)
+        conn.execute(joined.values(group_pk=group_pk))
+        for part in archived.parts:
+            _insert_group(conn, {**part, "part_of": group_pk})
     # After a deletion the turns of an earlier restoration wait for a sweep, and have these ids.
     turn_ids = [turn["turn_id"] for turn in archived.others.get(turns.name, ())]
     deleted = sa.select(sessions.c.session_pk).where(sessions.c.status == DELETED)
@@ -98,24 +107,28 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
 
 
 def _join_group(conn: sa.Connection, group: Row, session: Row) -> int:
-    """Count a session in its group; store the group if it has left the tables too. Return its row number.
-
-    The group gets its old row number, by which a trainer's replay buffer finds it, unless another group has it. On
-    PostgreSQL it gets a new one too if this database has not assigned the number yet, since a later group would get it.
-    """
-    empty = {**_without(group, "group_pk"), "num_sessions": 0, "num_finished": 0}
-    numbers: list[Row] = [{"group_pk": group["group_pk"]}, {}]
-    for number in numbers if group["group_pk"] <= last_assigned(conn, groups.c.group_pk) else numbers[1:]:
-        if insert_ignoring(conn, groups, {**empty, **number}):
-            break
+    """Count a session in its group; store the group if it has left the tables too. Return its row number."""
+    _insert_group(conn, {**group, "num_sessions": 0, "num_finished": 0})
     is_finished = session["status"] != SessionStatus.OPEN and session["num_rewards"] > 0
     group_pk: int = conn.execute(
         sa.update(groups)
-        .where(groups.c.tenant == group["tenant"], groups.c.group_id == group["group_id"])
+        .where(*is_group(group["tenant"], group["group_id"]))
         .values(num_sessions=groups.c.num_sessions + 1, num_finished=groups.c.num_finished + int(is_finished))
         .returning(groups.c.group_pk)
     ).scalar_one()
     return group_pk
+
+
+def _insert_group(conn: sa.Connection, group: Row) -> None:
+    """Store a group, or the part of one, if it has left the tables too.
+
+    It gets its old row number, by which a trainer's replay buffer finds it, unless another group has it. On PostgreSQL
+    it gets a new one too if this database has not assigned the number yet, since a later group would get it.
+    """
+    unnumbered = _without(group, "group_pk")
+    is_assigned = group["group_pk"] <= last_assigned(conn, groups.c.group_pk)
+    if not (is_assigned and insert_ignoring(conn, groups, group)):
+        insert_ignoring(conn, groups, unnumbered)
 
 
 def _without(row: Row, name: str) -> dict[str, Any]:
@@ -124,13 +137,17 @@ def _without(row: Row, name: str) -> dict[str, Any]:
 
 def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
     """Yield the sessions of one batch with their rows from all tables, which are given by table name."""
-    groups_by_pk = {row["group_pk"]: row for row in rows_of[groups.name]}
+    groups_by_pk, parts_of = {}, defaultdict(list)
+    for row in rows_of[groups.name]:
+        groups_by_pk[row["group_pk"]] = row
+        parts_of[row.get("part_of")].append(row)
     others: dict[int, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for table in OF_SESSIONS:
         for row in rows_of.get(table.name, ()):
             others[row["session_pk"]][table.name].append(row)
     images = {(row["tenant"], row["digest"]): row for row in rows_of.get(media.name, ())}
     for row in rows_of[sessions.name]:
-        own = others[row["session_pk"]]
+        own, group_pk = others[row["session_pk"]], row["group_pk"]
         used = [images[link["tenant"], link["digest"]] for link in own.get(session_media.name, ())]
-        yield ArchivedSession(row, groups_by_pk.get(row["group_pk"]), own, used)
+        parts = [] if group_pk is None else parts_of[group_pk]
+        yield ArchivedSession(row, groups_by_pk.get(group_pk), parts, own, used)

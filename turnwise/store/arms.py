@@ -176,7 +176,8 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
     broken = sa.or_(
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
-    is_sampled = turns.c.reason.is_distinct_from(FORKED)  # copies were sampled in another session
+    # Copies were sampled in another session, and turns of other policies by versions that are not compared.
+    is_sampled = turns.c.reason.is_distinct_from(FORKED), turns.c.policy_id.is_(None)
     finished = (
         sa.select(sessions.c.session_pk, sessions.c.credit, sessions.c.arm)
         .where(
@@ -197,7 +198,7 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
             sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
         )
         .join_from(finished, turns, turns.c.session_pk == finished.c.session_pk)
-        .where(is_sampled)
+        .where(*is_sampled)
         .group_by(*finished.c)
     ).all()
     lines = rewards_of(conn, [row.session_pk for row in found])

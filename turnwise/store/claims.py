@@ -25,6 +25,7 @@ from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
 from turnwise.store.processes import keep_state
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import groups, sessions, turns, updates
+from turnwise.store.selection import has_policy
 from turnwise.store.statements import is_among, unindexed
 from turnwise.store.updates import Advantages, record_trained
 from turnwise.store.versions import publish_version
@@ -169,7 +170,10 @@ def num_claimable(
 def num_open_with_reward(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int:
     """Count a policy's sessions that only have to end to be trained, up to `MOST_COUNTED`."""
     waiting = sa.select(sessions.c.session_pk).where(
-        OPEN_WITH_REWARD, sessions.c.group_pk.is_not(None), sessions.c.policy_id == policy_id, sessions.c.train == 1
+        OPEN_WITH_REWARD,
+        sessions.c.group_pk.is_not(None),
+        has_policy(lambda column: column == policy_id),
+        sessions.c.train == 1,
     )
     counted = sa.select(sa.func.count()).select_from(waiting.limit(MOST_COUNTED).subquery())
     return int(conn.execute(counted).scalar_one())
@@ -191,7 +195,7 @@ def oldest_version_in_flight(
             # The databases must search from the active sessions on: most open groups may be old.
             unindexed(groups.c.status) == GroupStatus.OPEN.value,
             groups.c.imported.is_(None),
-            sessions.c.policy_id == policy_id,
+            sa.func.coalesce(turns.c.policy_id, sessions.c.policy_id) == policy_id,
             sessions.c.status.in_([status.value for status in SessionStatus]),
             sessions.c.last_active_at >= to_micros(active_since),
             turns.c.reason.is_distinct_from(FORKED),  # a copy is not trained, and may be of any age

@@ -55,15 +55,16 @@ def sessions_of_conversation(
     digests: Sequence[bytes],
     *,
     limit: int,
-    policy_id: int = DEFAULT_POLICY,
+    policy_id: int | None = DEFAULT_POLICY,
     by: Literal["history_digest", "dialogue_digest"] = "history_digest",
 ) -> tuple[bytes, list[str]]:
     """Return the open sessions that contain the longest of these conversations and were inferred for this API key.
 
-    The digests are those of the conversations, longest first. Returned are the digest that was found and the ids of the
+    A policy has sampled the conversation's last reply, None stands for any. The digests are those of the conversations,
+    longest first. Returned are the digest that was found and the ids of the
     newest sessions, oldest first.
     """
-    column = turns.c[by]
+    column, sampled_by = turns.c[by], sa.func.coalesce(turns.c.policy_id, sessions.c.policy_id)
     found = conn.execute(
         sa.select(column.label("digest"), sessions.c.session_id)
         .distinct()
@@ -73,7 +74,7 @@ def sessions_of_conversation(
             turns.c.inferred_by == key_id,
             column.in_(digests),
             sessions.c.tenant == tenant,
-            sessions.c.policy_id == policy_id,
+            sa.true() if policy_id is None else sampled_by == policy_id,
             sessions.c.status == SessionStatus.OPEN.value,
         )
         .order_by(sessions.c.session_pk)

@@ -3,6 +3,9 @@
 Only finished sessions count (over, with a reward): a session without a reward is different from one with reward 0.
 Sessions are read in batches, so a long history streams in bounded memory.
 
+Where several policies sampled in a session, each has the session's rewards for its own turns, as if it had sampled
+alone. The turns of the others are steps that it does not train, as those of roles that are not trained.
+
 Advantages that turns would get in training are those of `grpo` with its default settings. Single sessions have none:
 their baseline is the trainer's window of recent sessions. For an evaluation the version is read from the turns, because
 engines may serve another version than the one that was to be evaluated.
@@ -31,9 +34,10 @@ from turnwise.credit import Floats, SessionCredit, assign_credit, is_uniform, la
 from turnwise.store import rows
 from turnwise.store.database import Database
 from turnwise.store.media import read_media
+from turnwise.store.policies import names_of_policies
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import feedback, session_labels, sessions, turns
+from turnwise.store.schema import feedback, groups, session_labels, sessions, turns
 from turnwise.store.selection import SessionFilter, next_rows
 from turnwise.store.sessions import labels_of
 from turnwise.store.statements import is_among
@@ -83,6 +87,8 @@ class Shape:
     """Include sessions without rewards; their reward is 0."""
     with_files: bool = False
     """Read the files of images too."""
+    policy_id: int | None = None
+    """The policy whose turns are trained; None for each that sampled."""
 
 
 Source: TypeAlias = sa.Connection | Database
@@ -108,27 +114,41 @@ def experiences_of_groups(
     *,
     roles: Collection[Role] = TRAINED_ROLES,
     with_imported: bool = False,
+    policy_id: int | None = None,
 ) -> Iterator[Experience]:
-    """Yield one experience per chain of the finished sessions of these groups, over a transaction that stays open."""
-    shape = Shape(roles=roles, merge="chain", with_imported=with_imported, with_files=True)
-    clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value, MAY_BE_TRAINED]
+    """Yield one experience per chain of the finished sessions of these groups, over a transaction that stays open.
+
+    A part of a group has the sessions of the group.
+    """
+    shape = Shape(roles=roles, merge="chain", with_imported=with_imported, with_files=True, policy_id=policy_id)
+    whole = sa.select(sa.func.coalesce(groups.c.part_of, groups.c.group_pk)).where(groups.c.group_pk.in_(group_pks))
+    clauses = [sessions.c.group_pk.in_(whole), sessions.c.status != SessionStatus.OPEN.value, MAY_BE_TRAINED]
     return _stream(conn, clauses, shape)
 
 
 def experiences_of_sessions(
-    conn: sa.Connection, session_pks: Sequence[int], *, roles: Collection[Role] = TRAINED_ROLES
+    conn: sa.Connection,
+    session_pks: Sequence[int],
+    *,
+    roles: Collection[Role] = TRAINED_ROLES,
+    policy_id: int | None = None,
 ) -> Iterator[Experience]:
-    shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True)
+    shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True, policy_id=policy_id)
     return _stream(conn, [is_among(conn.dialect, sessions.c.session_pk, session_pks)], shape)
 
 
-def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None:
-    """Return the rewards and returns of a session's turns under its own credit policy; None without a reward."""
+def session_credit(conn: sa.Connection, session_pk: int, policy_id: int | None = None) -> SessionCredit | None:
+    """Return the rewards and returns of a session's turns under its own credit policy; None without a reward.
+
+    They are those of the turns of one policy; None is the session's own.
+    """
     lines = rewards_of(conn, [session_pk]).get(session_pk)
     if not lines:
         return None
-    row = conn.execute(sa.select(sessions.c.credit, sessions.c.gamma).where(sessions.c.session_pk == session_pk)).one()
-    turns = turns_of(conn, [session_pk])[session_pk]
+    columns = sessions.c.credit, sessions.c.gamma, sessions.c.policy_id
+    row = conn.execute(sa.select(*columns).where(sessions.c.session_pk == session_pk)).one()
+    of = row.policy_id if policy_id is None else policy_id
+    turns = _of_policy(turns_of(conn, [session_pk])[session_pk], row.policy_id, of)
     return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
 
 
@@ -151,8 +171,21 @@ def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sh
             return
         for row in found:
             pk = row.session_pk
-            in_session = [_trained(turn, shape) for turn in turns.get(pk, [])]
-            yield from _of_session(row, in_session, lines.get(pk, []), updates_of.get(pk, ()), hints[pk], shape)
+            for policy_id in dict.fromkeys(turn.policy_or(row.policy_id) for turn in turns.get(pk, [])):
+                if shape.policy_id in (None, policy_id):
+                    own = [_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), row.policy_id, policy_id)]
+                    found_of = _of_session(row, own, lines.get(pk, []), updates_of.get(pk, ()), hints[pk], shape)
+                    yield from (dataclasses.replace(one, policy_id=policy_id) for one in found_of)
+
+
+def _of_policy(turns: Iterable[Turn], own: int, policy_id: int) -> list[Turn]:
+    """Return turns of a session with this own policy: those of other policies than the wanted one as untrainable."""
+    return [
+        turn
+        if turn.policy_or(own) == policy_id
+        else dataclasses.replace(turn, outcome=Outcome.UNTRAINABLE, reason="other_policy")
+        for turn in turns
+    ]
 
 
 def _with_files(conn: sa.Connection, tenant: str, turns: Sequence[Turn]) -> list[Turn]:
@@ -284,20 +317,28 @@ def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.flo
 
 
 def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
-    """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get."""
+    """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get.
+
+    Those of one policy, where the filter names it; each has its policy's name.
+    """
+    with _opened(source) as conn:
+        names = names_of_policies(conn)
 
     @functools.lru_cache(NUM_GROUPS)
-    def of_group(tenant: str, group_id: str) -> GroupValues:
-        of_turns = dataclasses.replace(shape, merge="turn")
+    def of_group(tenant: str, group_id: str, policy_id: int) -> GroupValues:
+        of_turns = dataclasses.replace(shape, merge="turn", policy_id=policy_id)
         in_group = SessionFilter(tenant=tenant, group_id=group_id, train=wanted.train)
         return _group_values(experiences(source, in_group, of_turns))
 
-    for experience in experiences(source, wanted, shape):
+    for each in experiences(source, wanted, shape):
+        experience = dataclasses.replace(each, policy=names.get(each.policy_id))
+        if wanted.policy not in (None, experience.policy):
+            continue
         is_open = experience.info["status"] == SessionStatus.OPEN.value
         if experience.turn_advantages is not None or experience.info["single"] or is_open:
             yield experience
             continue
-        values = of_group(*experience.group_key)
+        values = of_group(*experience.group_key, experience.policy_id)
         if _is_by_step(experience):
             found = [values[step][turn] for turn, step in zip(experience.turn_ids, experience.turn_steps, strict=True)]
         else:
@@ -340,6 +381,7 @@ def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple
         .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
         .where(
             sessions.c.split == Split.EVAL.value,
+            turns.c.policy_id.is_(None),
             sa.tuple_(sessions.c.tenant, sessions.c.session_id).in_(list(keys)),
         )
     ).one()
@@ -375,12 +417,13 @@ def regression_set(
     named = {
         (row.tenant, row.session_id): frozenset(mark.label for mark in marks.get(row.session_pk, ())) for row in found
     }
-    return list(experiences_of_sessions(conn, sorted(row.session_pk for row in found), roles=roles)), named
+    own = sorted(row.session_pk for row in found)
+    return list(experiences_of_sessions(conn, own, roles=roles, policy_id=policy_id)), named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A session that is over, with its sampled turns."""
+    """A session that is over, with the sampled turns of its own policy."""
 
     session_id: str
     status: SessionStatus
@@ -422,7 +465,9 @@ def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> l
 def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:
     rows = [row for row in found if row.opened_by != IMPORT]
     stored = turns_of(conn, [row.session_pk for row in rows])
-    sampled = {pk: [turn for turn in turns if turn.reason != FORKED] for pk, turns in stored.items()}
+    sampled = {
+        pk: [turn for turn in turns if turn.reason != FORKED and turn.policy_id is None] for pk, turns in stored.items()
+    }
     return [
         Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
         for row in rows

@@ -91,8 +91,11 @@ def _fork(turn: Turn, session: Session) -> Turn:
 
 
 def copy_of(turn: Turn, session: Session, **changes: Any) -> Turn:
-    """Return a turn as another session stores it, which no retry and no call without a session's name finds."""
-    unnamed: dict[str, Any] = dict.fromkeys(("request_key", "request_digest", "inferred_by", "digest"))
+    """Return a turn as another session stores it, which no retry and no call without a session's name finds.
+
+    The policy that sampled it, as all turns of its chain, is the other session's own.
+    """
+    unnamed: dict[str, Any] = dict.fromkeys(("request_key", "request_digest", "inferred_by", "digest", "policy_id"))
     return dataclasses.replace(turn, session_id=session.session_id, seq=-1, **unnamed | changes)
 
 

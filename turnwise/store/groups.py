@@ -2,6 +2,9 @@
 
 A group's state changes in the transaction of the session that causes the change, so a group is ready at the commit
 that completes it. Turns do not change groups, because turns are the hot path.
+
+All sessions of a group have one policy of their own. Other policies that sampled in them get a part of the group each,
+in the transaction that makes the group ready. A part is claimed, trained, dropped and made ready again like a group.
 """
 
 from __future__ import annotations
@@ -26,6 +29,14 @@ from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Sessio
 log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
+_TRAINABLE = [outcome.value for outcome in TRAINABLE_OUTCOMES]
+_OF_A_PART = frozenset(
+    {
+        *("group_pk", "part_of", "policy_id", "policy_version_first", "num_sessions", "num_finished"),
+        *("fencing_token", "trainer_id", "leased_until", "update_id"),
+    }
+)
+"""Columns in which a part differs from its group."""
 OPEN_WITH_REWARD = sa.and_(
     sessions.c.status == sa.literal_column(f"'{SessionStatus.OPEN.value}'"),
     sessions.c.num_rewards > sa.literal_column("0"),
@@ -47,8 +58,10 @@ class Change:
 
     def make(self, conn: sa.Connection) -> list[str]:
         change = sa.update(groups).where(self.wanted).values(**self.values)
-        changed = list(conn.execute(change.returning(groups.c.group_id)).scalars())
+        found = conn.execute(change.returning(groups.c.group_id, groups.c.group_pk)).all()
+        changed = [row.group_id for row in found]
         if changed:
+            add_parts(conn, [row.group_pk for row in found])
             named = ", ".join(changed[:NAMED_GROUPS]) + (" …" if len(changed) > NAMED_GROUPS else "")
             log.warning("%s: %s", self.done % len(changed), named)
         return changed
@@ -120,16 +133,16 @@ def imported_groups(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> lis
     return list(conn.execute(wanted.order_by(groups.c.group_pk)).scalars())
 
 
+def is_group(tenant: str, group_id: str) -> tuple[sa.ColumnElement[bool], ...]:
+    return groups.c.tenant == tenant, groups.c.group_id == group_id, groups.c.part_of.is_(None)
+
+
 def join(conn: sa.Connection, session: Session) -> int:
     """Count the session in its group, and create the group with its first session; return the group's key."""
     new = _new_group(session)
     if created := insert_new_rows(conn, groups, [new], "group_pk"):
         return int(created[0][0])
-    group = conn.execute(
-        sa.select(groups)
-        .where(groups.c.tenant == new["tenant"], groups.c.group_id == new["group_id"])
-        .with_for_update()
-    ).one()
+    group = conn.execute(sa.select(groups).where(*is_group(new["tenant"], new["group_id"])).with_for_update()).one()
     _check_joinable(group, session)
     conn.execute(
         sa.update(groups)
@@ -209,8 +222,13 @@ def leave(
         [{"pk": pk, "num_left": num_left[pk], "num_finished_left": num_finished[pk]} for pk in sorted(num_left)],
     )
     empty = sa.and_(is_among(conn.dialect, groups.c.group_pk, num_left), groups.c.num_sessions <= 0)
-    gone = conn.execute(sa.delete(groups).where(empty).returning(groups.c.tenant, groups.c.group_id))
-    return [(tenant, group_id) for tenant, group_id in gone]
+    found = conn.execute(
+        sa.delete(groups).where(empty).returning(groups.c.tenant, groups.c.group_id, groups.c.group_pk)
+    )
+    gone = found.all()
+    if gone:
+        conn.execute(sa.delete(groups).where(is_among(conn.dialect, groups.c.part_of, [row.group_pk for row in gone])))
+    return [(row.tenant, row.group_id) for row in gone]
 
 
 def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
@@ -219,13 +237,16 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
     is_complete = group.num_finished >= (session.group_size or 0)
     ready = {"status": GroupStatus.READY.value, "ready_at": to_micros(utc_now())} if is_complete else {}
     conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(group_size=session.group_size, **ready))
+    if is_complete:
+        add_parts(conn, [group_pk])
 
 
 def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     # SQLite must search by the keys, not by the status, which most groups have.
     is_trained = unindexed(groups.c.status) == GroupStatus.TRAINED.value
-    revised = sa.update(groups).where(is_among(conn.dialect, groups.c.group_pk, group_pks), is_trained)
-    conn.execute(revised.values(**_ready("revised")))
+    for key in (groups.c.group_pk, groups.c.part_of):
+        revised = sa.update(groups).where(is_among(conn.dialect, key, group_pks), is_trained)
+        conn.execute(revised.values(**_ready("revised")))
 
 
 def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -> None:
@@ -256,6 +277,40 @@ def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -
         # A fixed order prevents deadlocks between two writers.
         [{"pk": pk, "num_new": num_new[pk], "version": oldest.get(pk)} for pk in sorted(num_new)],
     )
+    add_parts(conn, num_new)
+
+
+def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
+    """Add the parts of groups that are no longer open: one for each other policy with trainable turns in them.
+
+    A part that exists stays as it is.
+    """
+    found = conn.execute(
+        sa.select(
+            *(c for c in groups.c if c.name not in _OF_A_PART),
+            groups.c.group_pk.label("part_of"),
+            turns.c.policy_id,
+            sa.func.min(turns.c.policy_version_first).label("policy_version_first"),
+            sa.func.count(sa.distinct(turns.c.session_pk)).label("num_sessions"),
+        )
+        .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
+        .join(turns, turns.c.session_pk == sessions.c.session_pk)
+        .where(
+            is_among(conn.dialect, groups.c.group_pk, group_pks),
+            unindexed(groups.c.status) != GroupStatus.OPEN.value,
+            sessions.c.status != SessionStatus.OPEN.value,
+            sessions.c.num_rewards > 0,
+            turns.c.policy_id.is_not(None),
+            turns.c.outcome.in_(_TRAINABLE),
+        )
+        .group_by(groups.c.group_pk, turns.c.policy_id)
+    )
+    parts = [dict(row._mapping) for row in found]  # noqa: SLF001  SQLAlchemy's public name
+    for part in parts:
+        part |= {"num_finished": part["num_sessions"], "fencing_token": 0}
+        if part["status"] == GroupStatus.CLAIMED:
+            part["status"] = GroupStatus.READY.value
+    insert_new_rows(conn, groups, parts, "group_pk")
 
 
 class Progress(NamedTuple):
@@ -275,9 +330,7 @@ def progress_of(conn: sa.Connection, session: Session) -> Progress | None:
     is_open = sessions.c.group_pk == groups.c.group_pk, sessions.c.status == SessionStatus.OPEN.value
     num_open = sa.select(sa.func.count()).select_from(sessions).where(*is_open).correlate(groups).scalar_subquery()
     columns = [groups.c[name] for name in Progress._fields[:-1]]
-    row = conn.execute(
-        sa.select(*columns, num_open).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id)
-    ).one_or_none()
+    row = conn.execute(sa.select(*columns, num_open).where(*is_group(session.tenant, group_id))).one_or_none()
     return None if row is None else Progress._make(row)._replace(status=GroupStatus(row.status))
 
 
@@ -287,7 +340,8 @@ def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[in
         .join_from(turns, sessions)
         .where(
             is_among(conn.dialect, turns.c.session_pk, session_pks),
-            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
+            turns.c.outcome.in_(_TRAINABLE),
+            turns.c.policy_id.is_(None),
         )
         .group_by(sessions.c.group_pk)
     )

@@ -94,7 +94,8 @@ def read_costs(
 ) -> dict[Any, dict[str, str]]:
     """Return what a tenant's calls cost, as decimal numbers by currency, by session, key, policy or update.
 
-    An update costs what the sessions of its groups cost, the dropped ones included. What costs nothing is left out.
+    An update costs what its policy cost in the sessions of its groups, the dropped ones included. What costs nothing is
+    left out.
     """
     c = costs.c
     name = {"session": sessions, "update": groups}.get(by, costs).c[f"{by}_id"]
@@ -102,7 +103,8 @@ def read_costs(
     if by in ("session", "update"):
         found = found.join(sessions, c.session_pk == sessions.c.session_pk)
     if by == "update":
-        found = found.join(groups, sessions.c.group_pk == groups.c.group_pk)
+        group_pk = sa.func.coalesce(groups.c.part_of, groups.c.group_pk)
+        found = found.join(groups, sa.and_(sessions.c.group_pk == group_pk, c.policy_id == groups.c.policy_id))
     if tenant is not None:
         found = found.where(c.tenant == tenant)
     if among is not None:

@@ -11,6 +11,7 @@ numbers of versions, so no number is used again.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import json
@@ -21,7 +22,16 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import rows
 from turnwise.store.rows import from_micros, to_micros
-from turnwise.store.schema import DELETED, NO_TENANT, policies, policy_versions, sessions, trainer_states, updates
+from turnwise.store.schema import (
+    DELETED,
+    NO_TENANT,
+    policies,
+    policy_versions,
+    sessions,
+    trainer_states,
+    turns,
+    updates,
+)
 from turnwise.store.serving import serving_state
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.versions import get_version, known_version, no_version, publish_next
@@ -271,6 +281,7 @@ class PolicySummary:
     num_versions: int
     """Its published versions, the failed ones and those without files included."""
     num_sessions: int
+    """Sessions of its own, and those of other policies in which it sampled."""
     num_trained_sessions: int
     """Sessions of its updates; one that was trained twice counts twice."""
     num_trained_tokens: int
@@ -296,9 +307,12 @@ def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[i
     last_ids = sa.select(sa.func.max(u.update_id)).group_by(u.policy_id)
     found_last = conn.execute(sa.select(u.policy_id, u.metrics).where(u.update_id.in_(last_ids)))
     shares = {row.policy_id: json.loads(row.metrics).get("trained_share") for row in found_last}
+    is_counted = own.status != DELETED if tenant is None else own.tenant == tenant
     counted = sa.select(own.policy_id, sa.func.count()).group_by(own.policy_id)
-    counted = counted.where(own.status != DELETED if tenant is None else own.tenant == tenant)
-    num_sessions = {row[0]: row[1] for row in conn.execute(counted)}
+    num_sessions = collections.Counter({row[0]: row[1] for row in conn.execute(counted.where(is_counted))})
+    others = sa.select(turns.c.policy_id, sa.func.count(sa.distinct(turns.c.session_pk))).join_from(turns, sessions)
+    others = others.where(turns.c.policy_id.is_not(None), is_counted)
+    num_sessions.update({row[0]: row[1] for row in conn.execute(others.group_by(turns.c.policy_id))})
     found = {}
     for policy in list_policies(conn, tenant):
         num_versions, served = versions.get(policy.policy_id, (0, None))
@@ -306,7 +320,7 @@ def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[i
         found[policy.policy_id] = PolicySummary(
             served_version=served,
             num_versions=num_versions,
-            num_sessions=num_sessions.get(policy.policy_id, 0),
+            num_sessions=num_sessions[policy.policy_id],
             num_trained_sessions=int(num_trained),
             num_trained_tokens=int(num_tokens),
             trained_share=shares.get(policy.policy_id),

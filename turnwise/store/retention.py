@@ -41,7 +41,7 @@ from turnwise.store.schema import (
     turns,
 )
 from turnwise.store.selection import SessionFilter, session_row
-from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within, unindexed
 from turnwise.store.turns import fitting
 from turnwise.types import FEEDBACK, GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files
@@ -205,8 +205,10 @@ def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
 
 
 def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _IS_OVER) -> sa.Select[*tuple[Any, ...]]:
+    unfinished, part = [GroupStatus.READY.value, GroupStatus.CLAIMED.value], groups.alias()
     waiting = sa.or_(
-        groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
+        groups.c.status.in_(unfinished),
+        sa.exists().where(part.c.part_of == groups.c.group_pk, unindexed(part.c.status).in_(unfinished)),
         sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),
     )
     return (

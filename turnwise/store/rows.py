@@ -61,7 +61,7 @@ TURN_COLUMNS = (
     *("prompt_delta", "prompt_length", "token_ids", "logprobs", "finish_reason", "outcome", "reason"),
     *("policy_version_first", "policy_version_last", "created_at"),
 )
-"""Columns of a turn that never change, unlike its role; a turn with a support or with images has these besides."""
+"""Columns of a turn that never change, unlike its role; a turn with a support, images or a policy has these besides."""
 _turn_values = operator.itemgetter(*TURN_COLUMNS)
 REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at")
 """Columns of a reward line beside its value, which is stored as a float."""
@@ -239,7 +239,7 @@ def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
-    others = [value for value in (row["support"], row["images"]) if value is not None]
+    others = [value for value in (row["support"], row["images"], row["policy_id"]) if value is not None]
     return _digest(b"turn", (*_turn_values(row), *others) if others else _turn_values(row))
 
 

@@ -165,6 +165,8 @@ turns = sa.Table(
     _index("ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest", where="inferred_by IS NOT NULL"),
     # Calls that did not fail are not indexed by time.
     _index("ix_turns_failed", "created_at", where="outcome = 'error'"),
+    # Nearly all turns are of their session's own policy.
+    _index("ix_turns_policy", "session_pk", "policy_id", where="policy_id IS NOT NULL"),
 )
 
 media = sa.Table(
@@ -238,7 +240,9 @@ groups = sa.Table(
     sa.Column("update_id", sa.Integer),
     sa.Column("reason", sa.Text),
     sa.Column("imported", sa.Integer),
-    sa.UniqueConstraint("tenant", "group_id"),
+    sa.Column("part_of", sa.Integer),
+    _index("ix_groups_name", "tenant", "group_id", where="part_of IS NULL", unique=True),
+    _index("ix_groups_part", "part_of", "policy_id", where="part_of IS NOT NULL", unique=True),
     _index("ix_groups_status", "status", "policy_id", "ready_at"),
     _index("ix_groups_update", "update_id"),
     _index("ix_groups_tenant", "tenant", "status"),
@@ -248,7 +252,9 @@ groups = sa.Table(
     _index("ix_groups_imported", "imported", "group_pk", where="imported IS NOT NULL"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
-groups of imported sessions, which only SFT and DPO train; null otherwise."""
+groups of imported sessions, which only SFT and DPO train; null otherwise. `part_of` is null for a group of sessions.
+Where another policy has sampled in them, that policy's part of the group is a row of its own, which names the group
+here: each policy claims and trains its turns by itself. A part exists from when its group is ready."""
 
 updates = sa.Table("updates", metadata, *_columns(UpdateRecord, key="update_id"))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -143,7 +143,10 @@ class SessionRecord:
     """A session with all its stored data."""
 
     session: Session
-    policy: str
+    policy: str | None
+    """Name of its own policy; None in another database than the one that it is from."""
+    policies: Mapping[int, str]
+    """Names of all policies by number."""
     turns: list[Turn]
     rewards: list[Reward]
     updates: Updates
@@ -162,7 +165,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
     for found in rows_in_batches(conn, *wanted.clauses()):
         turns = turns_of(conn, [row.session_pk for row in found])
         for row, (session, lines, updates) in zip(found, sessions_with_lines(conn, found), strict=True):
-            yield SessionRecord(session, names[row.policy_id], turns.get(row.session_pk, []), lines, updates)
+            yield SessionRecord(session, names.get(row.policy_id), names, turns.get(row.session_pk, []), lines, updates)
 
 
 def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[str]) -> dict[str, str]:

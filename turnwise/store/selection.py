@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -37,7 +38,9 @@ class SessionFilter:
     train: bool | None = None
     label: str | None = None
     policy: str | None = None
+    """A policy that may sample in it: its own, or another one that has."""
     policy_id: int | None = None
+    """Its own policy."""
     metadata: str | None = None
     """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
 
@@ -53,7 +56,7 @@ class SessionFilter:
         if not self.tenant and self.status is None:
             wanted.append(sessions.c.status != DELETED)
         if self.policy is not None:
-            wanted.append(is_named(sessions.c.policy_id, self.tenant, self.policy))
+            wanted.append(has_policy(functools.partial(is_named, tenant=self.tenant, name=self.policy)))
         if self.metadata is not None:
             wanted.append(_has_metadata(self.metadata))
         if self.label is not None:
@@ -62,6 +65,13 @@ class SessionFilter:
                 labelled = labelled.where(session_labels.c.tenant == self.tenant)
             wanted.append(sessions.c.session_pk.in_(labelled))
         return wanted
+
+
+def has_policy(is_wanted: Callable[[sa.Column[Any]], sa.ColumnElement[bool]]) -> sa.ColumnElement[bool]:
+    """Return the condition that a session's own policy is wanted, or another one that has sampled in it."""
+    # With `IS NOT NULL` the databases search the index of such turns.
+    sampled = turns.c.session_pk == sessions.c.session_pk, turns.c.policy_id.is_not(None), is_wanted(turns.c.policy_id)
+    return sa.or_(is_wanted(sessions.c.policy_id), sa.exists().where(*sampled))
 
 
 def is_session(tenant: str, session_id: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:

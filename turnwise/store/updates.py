@@ -269,7 +269,7 @@ def judged_sessions(conn: sa.Connection, tenant: str, update_id: int) -> list[tu
     """Return the task and the reward of each rewarded session of a tenant's groups in an update."""
     found = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.task_id, sessions.c.credit)
-        .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
+        .join_from(groups, sessions, sa.func.coalesce(groups.c.part_of, groups.c.group_pk) == sessions.c.group_pk)
         .where(groups.c.update_id == update_id, groups.c.tenant == tenant, sessions.c.num_rewards > 0)
     ).all()
     lines = rewards_of(conn, [row.session_pk for row in found])

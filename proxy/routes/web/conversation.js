@@ -109,7 +109,7 @@ function details(each, turns, sessionId, changed) {
     ["continues", parent ? `Turn ${parent.seq}` : "nothing: it is the root of a chain"], ["role", each.role_reason ? `${each.role} (${each.role_reason})` : each.role],
     ["rewards", each.rewards.map((line) => `${line.name} ${number(line.value)}${line.source ? ` (${line.source})` : ""}`).join(", ")],
     ["trained", trained.join("; ")], ["tokens", `${number(each.prompt_length)} in the prompt, ${number(each.token_ids.length)} sampled`],
-    ["mean logprob", number(mean(each.logprobs ?? []))], ["finish reason", each.finish_reason], ["sampling", Object.entries(each.sampling ?? {}).filter(([, value]) => value !== null && typeof value !== "object").map(([name, value]) => `${name} ${value}`).join(", ")], ["policy version", String(versions)], ["dialect", each.dialect],
+    ["mean logprob", number(mean(each.logprobs ?? []))], ["finish reason", each.finish_reason], ["sampling", Object.entries(each.sampling ?? {}).filter(([, value]) => value !== null && typeof value !== "object").map(([name, value]) => `${name} ${value}`).join(", ")], ["policy", each.policy], ["policy version", String(versions)], ["dialect", each.dialect],
     ["took", seconds(each.duration_seconds) + (each.ttft_seconds === null ? "" : `, first token after ${seconds(each.ttft_seconds)}`)]]),
     rewardForm([["turn", `turn ${each.seq}`, {turn_id: each.turn_id}], ["step", `step ${each.step}`, {session_id: sessionId, step: each.step}]], changed));
 }

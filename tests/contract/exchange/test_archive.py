@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from pyarrow import parquet
 from support.commands import invoke
-from support.ledger_samples import add_finished, add_session
+from support.ledger_samples import add_finished, add_session, finish, make_turn
 from support.migrated import migrated, new_database
 
 from trainer.claims.claims import Claims
@@ -23,8 +24,10 @@ from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
 from turnwise.store import retention, serving, versions
 from turnwise.store.database import Database
+from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards
 from turnwise.store.schema import groups, rewards, sessions, trained_sessions, turns
+from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, GroupStatus, PolicyVersion, Reward, utc_now
 
 LATER = utc_now() + datetime.timedelta(days=1)
@@ -72,6 +75,45 @@ def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
     assert archive.restore(database, tmp_path / "archive") == 2
     assert stored(database) == before
     assert archive.restore(database, tmp_path / "archive") == 0
+
+
+def test_what_another_policy_trained_of_a_group_leaves_and_comes_back_with_it(
+    database: Database, tmp_path: Path
+) -> None:
+    """A part that waits for its trainer keeps the group. Another database has no name for the policy in an export."""
+    with database.write() as conn:
+        other = create_policy(conn, "default", "other")[0].policy_id
+    add_session(database, "a")
+    with database.write() as conn:
+        append_turns(conn, [make_turn("t7", session_id="a", policy_id=other)])
+    finish(database, "a")
+    for part_of in (groups.c.part_of.is_(None), groups.c.part_of.is_not(None)):
+        assert archive.archive(database, tmp_path, LATER).sessions == ()
+        with database.write() as conn:
+            conn.execute(sa.update(groups).where(part_of).values(status=GroupStatus.TRAINED.value))
+    before = stored(database)
+    assert len(before["groups"]) == 2
+    archive.archive(database, tmp_path, LATER)
+    assert stored(database)["groups"] == []
+    assert archive.restore(database, tmp_path) == 1
+    assert stored(database) == before
+    shown = [
+        json.loads(line) for line in run("export", "--format", "sessions", "--archive", str(tmp_path)).splitlines()
+    ]
+    assert [[turn["policy"] for turn in each["turns"]] for each in shown] == [["default", None]]
+
+
+def test_an_archive_of_before_sessions_had_several_policies_is_restored(database: Database, tmp_path: Path) -> None:
+    """So a store comes to a commit with other tables: what its rows lack stays null."""
+    fill(database)
+    before = stored(database)
+    archive.archive(database, tmp_path, LATER)
+    (batch,) = tmp_path.glob("batch-*")
+    for name, column in (("turns", "policy_id"), ("groups", "part_of")):
+        file = batch / f"{name}.parquet"
+        parquet.write_table(parquet.read_table(file).drop_columns([column]), file)
+    assert archive.restore(database, tmp_path) == 2
+    assert stored(database) == before
 
 
 def test_a_session_is_restored_while_its_deleted_rows_wait_for_a_sweep(database: Database, tmp_path: Path) -> None:

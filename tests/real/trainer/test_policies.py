@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -12,16 +14,19 @@ from support import trainer_ledger
 from support.commands import invoke
 from support.ledger_samples import groups_by_status
 from support.migrated import new_database
-from support.tiny_models import load_model
-from support.trainer_ledger import Rollouts, new_policy, train, train_policies
+from support.tiny_models import VOCABULARY, load_model
+from support.trainer_ledger import GOOD, Rollouts, new_policy, train, train_policies
 from transformers import AutoModelForCausalLM
 
 from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
-from turnwise.store import policies, serving, versions
+from turnwise.store import policies, serving, sessions, versions
 from turnwise.store.processes import TrainerState, trainer_statuses
-from turnwise.store.updates import list_updates
+from turnwise.store.rewards import add_rewards
+from turnwise.store.turns import append_turns
+from turnwise.store.updates import list_update_views, list_updates
+from turnwise.types import Reward, Session, Turn
 from turnwise.version_directory import read_manifest
 
 
@@ -72,6 +77,69 @@ def test_two_policies_get_the_weights_of_two_trainers_of_their_own_and_take_turn
             assert are_equal(adapter(alone, number), adapter(ledger, version))
         alone.close()
     assert not are_equal(adapter(ledger, 3), adapter(ledger, 4))
+
+
+def play_together(db, model, other, *, stored):
+    """Play six groups of four sessions: the policy of the session in each, another one in the first three of a group.
+
+    Only the turns of the policies in `stored` are stored, and only sessions with one of those. The rewards are those of
+    all turns.
+    """
+    sampler, num_players = Rollouts(db, load_model(model)), {0: 4, other: 3}
+    group_size = max(num_players[each] for each in stored)
+    for group, run in itertools.product(range(6), range(group_size)):
+        session_id = f"g{group}-{run}"
+        turns, rewards = [], []
+        for number, policy_id in enumerate((0, other)):
+            rng = torch.Generator().manual_seed(1000 * number + 10 * group + run)
+            prompt = torch.randint(1, VOCABULARY, (6,), generator=rng).tolist()
+            sampled, logprobs, _ = sampler._sample(prompt, rng)
+            if run >= num_players[policy_id]:
+                continue
+            rewards.append(np.mean(np.array(sampled) < GOOD))
+            turns.append(
+                Turn(
+                    turn_id=f"{session_id}-{number}",
+                    chain_id=f"{session_id}-{number}",
+                    session_id=session_id,
+                    step=number,
+                    policy_id=policy_id if stored == {0, other} and policy_id else None,
+                    prompt_delta=np.array(prompt, np.int32),
+                    prompt_length=len(prompt),
+                    token_ids=np.array(sampled, np.int32),
+                    logprobs=np.array(logprobs, np.float32),
+                )
+            )
+        with db.write() as conn:
+            of_group = {"group_id": f"g{group}", "group_size": group_size, "task_id": f"g{group}", "run": run}
+            sessions.create_session(conn, Session(session_id=session_id, **of_group))
+            append_turns(conn, [turn for number, turn in enumerate(turns) if (0, other)[number] in stored])
+            add_rewards(conn, [Reward(session_id=session_id, value=float(np.mean(rewards)))])
+            sessions.end_session(conn, "default", session_id)
+
+
+def test_two_policies_of_the_same_sessions_get_the_weights_of_two_that_share_none(tmp_path, model, ledger):
+    """Bit for bit: each is trained from its own turns, with the rewards of the sessions in which it has sampled."""
+    other = new_policy(ledger, "other")
+    play_together(ledger, model, other, stored={0, other})
+    train_policies(settings_for(tmp_path, model))
+    assert updates(ledger) == [(0, 1), (other, 2), (0, 3), (other, 4)]
+    for policy_id, numbers in ((0, (1, 3)), (other, (2, 4))):
+        directory = tmp_path / f"alone {policy_id}"
+        directory.mkdir()
+        alone = new_database(directory / "ledger.db")
+        play_together(alone, model, other, stored={policy_id})
+        train(settings_for(directory, model))
+        for number, version in enumerate(numbers, 1):
+            assert are_equal(adapter(alone, number), adapter(ledger, version))
+        alone.close()
+    assert not are_equal(adapter(ledger, 3), adapter(ledger, 4))
+    with ledger.read() as conn:
+        of_updates = {each.update.update_id: each.sessions for each in list_update_views(conn, "default")[0]}
+    trained = {turn for each in of_updates.values() for one in each for turn in one.advantages}
+    assert len(trained) == sum(len(one.advantages) for each in of_updates.values() for one in each) == 42
+    assert {turn[-1] for one in (*of_updates[1], *of_updates[3]) for turn in one.advantages} == {"0"}
+    assert {turn[-1] for one in (*of_updates[2], *of_updates[4]) for turn in one.advantages} == {"1"}
 
 
 def test_a_policy_that_is_created_during_a_run_takes_turns_with_a_longer_queue(tmp_path, model, ledger, monkeypatch):

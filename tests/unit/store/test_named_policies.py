@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_finished, sampled_by, update_record
+from support.ledger_samples import add_finished, finish, make_turn, sampled_by, update_record
 
 from proxy.routes.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
@@ -22,6 +22,7 @@ from turnwise.store import (
     overview,
     policies,
     retention,
+    rewards,
     rows,
     schema,
     serving,
@@ -30,10 +31,15 @@ from turnwise.store import (
     versions,
 )
 from turnwise.store.database import Database
+from turnwise.store.selection import SessionFilter
+from turnwise.store.turns import append_turns
 from turnwise.types import (
     DEFAULT_POLICY,
+    TRAINED_ROLES,
+    Credit,
     PolicyKind,
     PolicyVersion,
+    Reward,
     Session,
     Split,
     utc_now,
@@ -237,6 +243,134 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
         assert updates.updates_after(conn, 0, b) == []
         assert versions.get_version(conn, 3).policy_id == a
     assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
+
+
+def add_shared(database: Database, session_id: str, sampled: Mapping[int | None, int], **fields: Any) -> None:
+    """Store a session with a turn `SESSION-POLICY` of each policy, by its version; None is the session's own."""
+    with database.write() as conn:
+        sessions.create_session(conn, Session(session_id=session_id, **fields))
+        for number, (policy_id, version) in enumerate(sampled.items(), 1):
+            turn_id = f"{session_id}-{'own' if policy_id is None else policy_id}"
+            chain = {"turn_id": turn_id, "chain_id": turn_id, "policy_id": policy_id}
+            turn = make_turn(f"t{number}", session_id=session_id, tools=None)
+            append_turns(conn, [dataclasses.replace(turn, **chain | sampled_by(version))])
+
+
+def trained_turns(database: Database, held: claims.Claim, policy_id: int) -> list[tuple[str, ...]]:
+    with database.read() as conn:
+        found = experiences.experiences_of_groups(conn, held.group_pks, policy_id=policy_id)
+        return [one.turn_ids for one in found if one.policy_id == policy_id]
+
+
+def claimed_by(database: Database, policy_id: int, **options: Any) -> claims.Claim | None:
+    return claims.claim(database, f"t{policy_id}", max_groups=9, lease_seconds=60, policy_id=policy_id, **options)
+
+
+def acknowledge(database: Database, held: claims.Claim, policy_id: int, update_id: int) -> None:
+    record = update_record(update_id, policy_id=policy_id, policy_version=10 + update_id, trainer_id=f"t{policy_id}")
+    with database.write() as conn:
+        assert claims.ack(conn, held, record, adapter(10 + update_id, policy_id, update_id=update_id))
+
+
+def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(
+    database: Database, two: tuple[int, int]
+) -> None:
+    """B sampled in two of three sessions of A. Its part is ready with the group, and no claim of one is the other's."""
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    of_group = {"group_id": "g", "group_size": 3, "policy_id": a}
+    for number, sampled in enumerate(({None: 1, b: 2}, {b: 2, None: 1}, {None: 1})):
+        add_shared(database, f"s{number}", sampled, **of_group)
+        assert (claimed_by(database, a), claimed_by(database, b)) == (None, None)
+        finish(database, f"s{number}")
+    of_b = claimed_by(database, b)
+    assert of_b is not None
+    assert trained_turns(database, of_b, b) == [(f"s0-{b}",), (f"s1-{b}",)]
+    acknowledge(database, of_b, b, 1)
+    assert claimed_by(database, b) is None
+    of_a = claimed_by(database, a)
+    assert of_a is not None
+    assert trained_turns(database, of_a, a) == [("s0-own",), ("s1-own",), ("s2-own",)]
+    assert claims.take_back(database, f"t{b}", b) == 0
+    acknowledge(database, of_a, a, 2)
+    assert (claimed_by(database, a), claimed_by(database, b), claimed_by(database, DEFAULT_POLICY)) == (
+        None,
+        None,
+        None,
+    )
+    with database.write() as conn:
+        rewards.add_rewards(conn, [Reward(session_id="s1", value=0.0)], retrain=True)
+        assert [claims.num_claimable(conn, policy_id=each)[0] for each in two] == [1, 1]
+        in_updates = updates.groups_of(conn, "default", [1, 2])
+        assert {number: [one.group_id for one in found] for number, found in in_updates.items()} == {1: ["g"], 2: ["g"]}
+    with database.write() as conn:
+        retention.delete_sessions(conn, SessionFilter(tenant="default"))
+        assert conn.execute(sa.select(schema.groups)).all() == []
+
+
+def test_a_part_is_stale_and_in_flight_by_its_own_versions(database: Database, two: tuple[int, int]) -> None:
+    """Version 9 of B is newer than 1 of A, which is dropped alone; a session of split `eval` is trained by none."""
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b), adapter(9, b))
+    for session_id, fields in (("s", {}), ("held out", {"split": Split.EVAL})):
+        add_shared(database, session_id, {None: 1, b: 9}, policy_id=a, **fields)
+    with database.read() as conn:
+        since = utc_now() - datetime.timedelta(hours=1)
+        assert [claims.oldest_version_in_flight(conn, since, each) for each in two] == [1, 9]
+        for each in (a, b):
+            assert claims.num_open_with_reward(conn, each) == 0
+    with database.write() as conn:
+        for session_id in ("s", "held out"):
+            rewards.add_rewards(conn, [Reward(session_id=session_id, value=1.0)])
+        assert [claims.num_open_with_reward(conn, each) for each in (*two, DEFAULT_POLICY)] == [1, 1, 0]
+        for session_id in ("s", "held out"):
+            sessions.end_session(conn, "default", session_id)
+    assert claimed_by(database, a, min_policy_version=3) is None
+    of_b = claimed_by(database, b, min_policy_version=3)
+    assert of_b is not None
+    assert [(each.group_id, each.is_single) for each in of_b.groups] == [("s", True)]
+    with database.read() as conn:
+        (waiting,) = conn.execute(sa.select(schema.groups.c.status).where(schema.groups.c.part_of.is_(None)))
+        assert waiting.status == "dropped"
+        assert retention.over_since(conn, utc_now() + datetime.timedelta(hours=1)) == [
+            row for row in conn.execute(sa.select(schema.sessions)) if row.session_id == "held out"
+        ]
+        assert experiences.versions_sampled(conn, [("default", "held out")]) == (1, 1)
+        assert [one.version for one in experiences.live_sessions(conn, 9, a)] == [1]
+        newer, older = arms.arms_since(conn, since, (1, 9), a)
+        assert (newer.num_sessions, older.num_sessions) == (2, 0)
+        (of_gate,) = experiences.regression_set(conn, 9, [], roles=TRAINED_ROLES, policy_id=a)[0]
+        assert of_gate.turn_ids == ("held out-own",)
+
+
+def test_a_stalled_group_of_two_policies_is_ready_for_both(database: Database, two: tuple[int, int]) -> None:
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    add_shared(database, "s", {None: 1, b: 2}, policy_id=a, group_id="g", group_size=2)
+    finish(database, "s")
+    with database.write() as conn:
+        assert groups.stalled(utc_now() + datetime.timedelta(hours=1)).make(conn) == ["g"]
+    assert [claimed_groups(database, each) for each in two] == [["g"], ["g"]]
+
+
+def test_each_policy_has_the_sessions_reward_for_its_own_turns(database: Database, two: tuple[int, int]) -> None:
+    """Steps 0 of A and 1 of B with rewards 1 and 2, and 4 for the session, which goes to the last step of each.
+
+    With discount 0.5 A's return is 1 + 4 + 0.5·2 = 6, because B's step follows; B's is 2 + 4.
+    """
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    add_shared(database, "s", {None: 1, b: 2}, policy_id=a, credit=Credit.STEP_WISE, gamma=0.5)
+    lines = [Reward(session_id="s", step=0, value=1.0), Reward(session_id="s", step=1, value=2.0)]
+    with database.write() as conn:
+        rewards.add_rewards(conn, [*lines, Reward(session_id="s", value=4.0)])
+        sessions.end_session(conn, "default", "s")
+    with database.read() as conn:
+        found = list(experiences.with_advantages(conn, SessionFilter(session_id="s")))
+    assert [(one.policy_id, one.turn_ids, one.turn_returns.tolist(), one.reward) for one in found] == [
+        (a, ("s-own",), [6.0], 7.0),
+        (b, (f"s-{b}",), [6.0], 7.0),
+    ]
 
 
 def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
