@@ -104,9 +104,11 @@ def measure_part(name: str, *, is_small: bool, engine: str, directory: Path) -> 
     if name == "machine":
         return machine()
     if name == "kernels":
+        from gpu_step import gradient_differences
         from kernels import measure
 
-        return measure("cuda" if torch.cuda.is_available() else "cpu", is_small=is_small, rounds=3)
+        figures = measure("cuda" if torch.cuda.is_available() else "cpu", is_small=is_small, rounds=3)
+        return figures | {"gradient": gradient_differences()}
     if name.startswith("step-"):
         from gpu_step import measure_step
 

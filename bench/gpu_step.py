@@ -1,4 +1,4 @@
-"""One optimizer step of the trainer over sessions of ten turns: throughput, utilisation, memory."""
+"""One optimizer step of the trainer over sessions of ten turns: throughput, utilisation, memory, its gradient."""
 
 from __future__ import annotations
 
@@ -20,6 +20,42 @@ from turnwise.store.database import Database
 
 NUM_TURNS = 10
 WARM_UP_STEPS, STEPS = 2, 3
+
+
+def gradient_differences() -> dict[str, float]:
+    """Return how far a batch's gradient on the GPU is from that of SDPA in float32 on the CPU, by dtype and attention.
+
+    The differences are relative to the norm of the gradient. Without a GPU there are none.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        database = Database(f"sqlite:///{scratch}/ledger.db")
+        database.upgrade()
+        play(database, SIZES["small"], 4, NUM_TURNS)
+        chains = read(database, NUM_TURNS, "chain")
+        database.close()
+        write_model(Path(scratch) / "model", SIZES["small"], NUM_TURNS)
+
+        def gradient(device: str, dtype: str, attention: str) -> torch.Tensor:
+            settings: dict[str, Any] = {"device": device, "dtype": dtype, "attention": attention}
+            settings |= {"model": f"{scratch}/model", "max_logprob_gap": float("inf")}
+            policy = Policy(TrainerSettings(**settings))
+            policy.load(0)
+            agent = PolicyAgent(policy, policy.spec)
+            batch = build(chains, advantages(chains), policy_version=0)
+            agent.gradient(make_optimizer(policy.parameters(), policy.spec), batch, range(len(batch.experiences)))
+            if not policy.shares_rows:
+                raise RuntimeError(f"{attention} in {dtype}: {policy.why_alone}")
+            parts = [each.grad.float().cpu().flatten() for each in policy.parameters() if each.grad is not None]
+            return torch.cat(parts)
+
+        known = gradient("cpu", "float32", "sdpa")
+        return {
+            f"{attention}_{dtype}": float((gradient("cuda", dtype, attention) - known).norm() / known.norm())
+            for attention in ("sdpa", "flex_attention")
+            for dtype in ("float32", "bfloat16")
+        }
 
 
 def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
