@@ -41,7 +41,7 @@ from turnwise.store.media import Media
 from turnwise.store.rows import TURNS
 from turnwise.support import pack
 from turnwise.telemetry.logs import LogFormat, configure_logging
-from turnwise.types import REDACTED, Outcome, Reward, Session, Turn
+from turnwise.types import REDACTED, STORED_IMAGE, Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256
@@ -151,9 +151,9 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
 
 
 def redacted_document(document: Any, redact: Callable[[str], str]) -> Any:
-    """Return a JSON document with all of its texts redacted, but for media in `data:` URLs."""
+    """Return a JSON document with all of its texts redacted, but for media in `data:` URLs and names of images."""
     if isinstance(document, str):
-        return document if document.startswith("data:") else redact(document)
+        return document if document.startswith("data:") or STORED_IMAGE.fullmatch(document) else redact(document)
     if isinstance(document, list):
         return [redacted_document(each, redact) for each in document]
     if isinstance(document, dict):

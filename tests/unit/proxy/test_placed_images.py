@@ -14,6 +14,7 @@ import torch
 from proxy.calls.capture import is_expanded
 from proxy.dialects.base import Captured
 from proxy.engines.vllm_forms import take_places
+from proxy.writer.process import redacted_document
 from turnwise.engine_plugin.images import GivenIds, pixels_digest, placed, places_text
 
 FIRST, SECOND = [7, 9, 9, 8], [7, 9, 8]
@@ -99,3 +100,8 @@ def test_places_are_read_from_a_reply_and_taken_out_of_it() -> None:
         {"offset": 9, "length": 2, "runs": [[9, 2]], "processor": "settings", "pixels": ""},
     ]
     assert base64.b64decode(first)
+
+
+def test_a_redactor_of_numbers_leaves_the_names_of_images() -> None:
+    named = {"type": "image_url", "image_url": {"url": "image:" + "5" * 64}}
+    assert redacted_document(["call 555", named], lambda text: text.replace("5", "x")) == ["call xxx", named]
