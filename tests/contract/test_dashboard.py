@@ -79,6 +79,7 @@ def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
         "v1/events",
         "v1/experiences",
         "v1/feedback",
+        "v1/images/",
         "v1/keys",
         "v1/policies",
         "v1/policies/",
