@@ -14,12 +14,24 @@ from turnwise.support import TRUNCATING
 from turnwise.types import TOOL_GRAMMAR, Json
 
 GREEDY = "greedy"
+GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT = "grammar_backend", "grammar_is_compact"
+"""Sampling parameters that are stored where an engine was told which library masks by grammars, and that JSON has no
+white space."""
+REPLAYED_BACKENDS = ("auto", "xgrammar")
+GRAMMARS: Mapping[str, Callable[[Any], bool]] = {
+    TOOL_GRAMMAR: lambda value: isinstance(value, dict),
+    "structured_outputs": bool,
+    "response_format": lambda value: value.get("type", "text") != "text",
+}
 NOT_REPLAYED: Mapping[str, Callable[[Any], bool]] = {
-    TOOL_GRAMMAR: bool,
+    TOOL_GRAMMAR: lambda value: not isinstance(value, dict),
     "thinking_token_budget": lambda value: value >= 0,
-    "tool_choice": lambda value: value == "required" or isinstance(value, dict),
 }
 """Parameters whose effect the trainer does not compute, and when they have one; a support makes up for it."""
+FORCED: Mapping[str, Callable[[Any], bool]] = {
+    "tool_choice": lambda value: value == "required" or isinstance(value, dict)
+}
+"""Such a one where the grammar of the tools is not stored."""
 NUMBERS: Mapping[str, type[int | float]] = {
     **dict.fromkeys(("top_k", "min_tokens", "thinking_token_budget"), int),
     **dict.fromkeys(("temperature", "top_p", "min_p"), float),
@@ -54,13 +66,22 @@ def _has_effect(acts: Callable[[Any], bool], value: Any) -> bool:
         return True
 
 
+def not_replayed(sampling: Json) -> str | None:
+    """Return the first parameter that has an effect which the trainer does not compute."""
+    if name := first_of(NOT_REPLAYED, sampling):
+        return name
+    if first_of(GRAMMARS, sampling) and sampling.get(GRAMMAR_BACKEND, "auto") not in REPLAYED_BACKENDS:
+        return GRAMMAR_BACKEND
+    return None if TOOL_GRAMMAR in sampling else first_of(FORCED, sampling)
+
+
 def left_out_by(sampling: Json, *, has_support: bool) -> str | None:
     """Return why no ratio can be computed for a turn: `greedy`, or the name of a parameter; None if it can."""
     if temperature_of(sampling) <= 0:
         return GREEDY
     if name := unreadable(sampling):
         return name
-    return None if has_support else first_of(TRUNCATING, sampling) or first_of(NOT_REPLAYED, sampling)
+    return None if has_support else first_of(TRUNCATING, sampling) or not_replayed(sampling)
 
 
 def why_not_trained(sampling: Json, *, has_support: bool) -> str | None:

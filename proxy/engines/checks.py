@@ -24,6 +24,7 @@ from turnwise.verify.engine import (
     check_capture,
     check_sampling_defaults,
     enforces_strict_tools,
+    grammar_settings,
     most_alternatives,
     read_sampling_defaults,
     weights_dtype,
@@ -75,7 +76,8 @@ async def check_features(engine: Engine) -> None:
     engine.has_lora = await _has_lora(engine)
     await _check_capture(engine)
     engine.defaults = await find_sampling_defaults(engine)
-    engine.dtype, engine.has_tool_grammar, engine.max_logprobs = await _read_server_info(engine)
+    engine.dtype, engine.has_tool_grammar, engine.max_logprobs, told = await _read_server_info(engine)
+    engine.defaults = {**engine.defaults, **told}
 
 
 async def _check_capture(engine: Engine) -> None:
@@ -126,8 +128,8 @@ async def _answer(engine: Engine, check: Generator[Json, Json, T], call: str) ->
             raise EngineUnsuitable(f"the engine at {engine.url} refuses {call}: {refused}") from refused
 
 
-async def _read_server_info(engine: Engine) -> tuple[str | None, bool, int]:
-    """Return an engine's number format, whether it enforces the schemas of strict tools, and its most alternatives.
+async def _read_server_info(engine: Engine) -> tuple[str | None, bool, int, Json]:
+    """Return an engine's number format, whether it enforces strict tools, its most alternatives, and on grammars.
 
     Raises:
         EngineUnavailable: no answer.
@@ -135,11 +137,11 @@ async def _read_server_info(engine: Engine) -> tuple[str | None, bool, int]:
     try:
         info = await engine.ask("GET", SERVER_INFO_ROUTE, seconds=60.0, config_format="json")
     except EngineRefused:  # not vLLM, or without its development routes
-        return None, True, 0
+        return None, True, 0, {}
     has_tool_grammar = enforces_strict_tools(info)
     if has_tool_grammar:
         log.warning("the engine at %s: %s", engine.url, STRICT_TOOLS_ADVICE)
-    return weights_dtype(info), has_tool_grammar, most_alternatives(info)
+    return weights_dtype(info), has_tool_grammar, most_alternatives(info), grammar_settings(info)
 
 
 async def _has_lora(engine: Engine) -> bool:

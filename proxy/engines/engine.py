@@ -27,7 +27,7 @@ from proxy.engines.vllm_forms import (
     request,
     support_request,
     take_places,
-    wants_tool_grammar,
+    tool_grammar,
     without_thinking,
 )
 from proxy.sessions.place import CallPlace
@@ -451,8 +451,9 @@ class Engine:
         temperature = sampling.get("temperature", unset.get("temperature"))
         if isinstance(temperature, int | float) and 0 < temperature < LOWEST_TEMPERATURE:
             unset["temperature"] = LOWEST_TEMPERATURE
-        if self.has_tool_grammar and wants_tool_grammar(call):
-            unset[TOOL_GRAMMAR] = True
+        is_forced = sampling.get("tool_choice") is not None
+        if (is_forced or self.has_tool_grammar) and (found := tool_grammar(call, is_strict=self.has_tool_grammar)):
+            unset[TOOL_GRAMMAR] = found
         return {**sampling, **unset} if unset else sampling
 
     def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: CallPlace) -> list[bytes]:

@@ -45,6 +45,7 @@ MOST_ALTERNATIVES = 100
 100 of them twice the time."""
 TIES = 8
 """Ids that top-k may leave beyond its number: all with the last one's logit."""
+NO_PARAMETERS: Json = {"type": "object", "properties": {}}
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
 CUT = b"[-1]"
@@ -373,15 +374,45 @@ def reject_prompt_logprobs(body: Json) -> None:
         )
 
 
-def wants_tool_grammar(call: Call) -> bool:
-    """Return whether vLLM, where it enforces strict tools, samples the call under a grammar that it does not name.
+def tool_grammar(call: Call, *, is_strict: bool) -> Json | bool:
+    """Return the grammar of tools that vLLM samples a call under, which the call does not name.
 
-    With `tool_choice` "auto", it attaches a structural tag if a tool is strict or only one call is allowed.
+    A required or named tool is a JSON schema (vllm/tool_parsers/utils.py: get_json_schema_from_tools), unless the
+    engine's parser has a form of its own, whose replies no walk of this schema accepts. An engine that enforces strict
+    tools makes a structural tag of its parser's in its place, also where a tool is strict or only one call is allowed.
+
+    Args:
+        call: The call.
+        is_strict: Whether the engine enforces strict tools.
+
+    Returns:
+        The schema; True where only the engine knows the grammar; False where there is none, or `tool_choice` says it.
     """
+    choice: Any = call.body.get("tool_choice") or "auto"
     tools = call.tools
-    if not tools or call.body.get("tool_choice") not in (None, "auto"):
+    if not tools or choice == "none":
         return False
-    if call.body.get("parallel_tool_calls") is False:
-        return True
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-    return any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
+    functions: list[Any] = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    is_single = call.body.get("parallel_tool_calls") is False
+    if choice == "auto":
+        is_any_strict = any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
+        return is_strict and (is_single or is_any_strict)
+    try:
+        schemas = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in functions}
+        found = _any_call(schemas, is_single=is_single) if choice == "required" else schemas[choice["function"]["name"]]
+    except (TypeError, LookupError, AttributeError):
+        return False
+    return False if is_strict else found
+
+
+def _any_call(schemas: Mapping[str, Json], *, is_single: bool) -> Json:
+    """Return the schema of a list of calls; the tools' definitions become its own."""
+    calls: list[Json] = []
+    definitions: Json = {}
+    for name, schema in schemas.items():
+        definitions |= schema.get("$defs", {})
+        parameters = {field: value for field, value in schema.items() if field != "$defs"}
+        properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
+        calls.append({"properties": properties, "required": ["name", "parameters"]})
+    found: Json = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    return found | ({"maxItems": 1} if is_single else {}) | ({"$defs": definitions} if definitions else {})

@@ -9,6 +9,8 @@ import pytest
 from proxy.sessions.pins import with_numbers
 from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
 
+GUIDANCE = "grammar_backend", "grammar_backend guidance"
+
 
 @pytest.mark.parametrize(
     ("sampling", "name", "words"),
@@ -19,7 +21,11 @@ from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
         ({"top_p": 0.9}, "top_p", "top_p 0.9"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, None),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice required"),
+        ({"tool_choice": "required", "tool_grammar": {"type": "array"}}, None, None),
         ({"tool_grammar": True}, "tool_grammar", "strict tools"),
+        ({"response_format": {"type": "json_object"}, "grammar_backend": "xgrammar"}, None, None),
+        ({"response_format": {"type": "json_object"}, "grammar_backend": "guidance"}, *GUIDANCE),
+        ({"tool_choice": "auto", "grammar_backend": "guidance"}, None, None),
         ({"top_p": "0.9"}, "top_p", "top_p 0.9"),
         ({"temperature": "warm"}, "temperature", "temperature warm"),
         ({"min_tokens": {}}, "min_tokens", "min_tokens"),

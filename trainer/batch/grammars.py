@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.types import Json
+from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT
+from turnwise.types import TOOL_GRAMMAR, Json
 
 ANY_OBJECT = '{"type": "object"}'
 THINK, END_THINK = "<think>", "</think>"
@@ -76,9 +77,9 @@ class Grammars:
             NotReplayed: The grammar is unknown, or refuses a sampled token.
         """
         kind, text = grammar_of(sampling)
-        if kind == "json" and any(map(_needs_more, _objects(json.loads(text)))):
+        if kind == "json" and GRAMMAR_BACKEND not in sampling and any(map(_needs_more, _objects(json.loads(text)))):
             raise NotReplayed("the engine may use another library for this schema")
-        compiled = self._compiled(kind, text)
+        compiled = self._compiled(kind, text, is_compact=bool(sampling.get(GRAMMAR_IS_COMPACT)))
         for start in self._starts(prompt, sampled):
             found = self._walked(compiled, sampled, start, ends)
             if found is not None:
@@ -134,9 +135,10 @@ class Grammars:
         words = np.stack([*(np.frombuffer(mask, np.int32) for mask in known), every])
         return GrammarMasks(words=words, index=index % len(words))
 
-    def _compiled(self, kind: str, text: str) -> Any:
+    def _compiled(self, kind: str, text: str, *, is_compact: bool) -> Any:
+        spaces = {"any_whitespace": False, "separators": (",", ":")} if is_compact else {}
         compilers: dict[str, Callable[[str], Any]] = {
-            "json": self._compiler.compile_json_schema,
+            "json": functools.partial(self._compiler.compile_json_schema, **spaces),
             "regex": self._compiler.compile_regex,
             "ebnf": self._compiler.compile_grammar,
             "lark": self._compiler.compile_lark,
@@ -153,6 +155,8 @@ def grammar_of(sampling: Json) -> tuple[str, str]:
     Raises:
         NotReplayed: It is of another kind.
     """
+    if isinstance(sampling.get(TOOL_GRAMMAR), dict):  # vLLM puts it in the place of any other
+        return "json", json.dumps(sampling[TOOL_GRAMMAR])
     wanted = sampling.get("response_format") or {}
     kind = wanted.get("type", "text")
     if kind == "json_object":

