@@ -17,11 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from jobs import Job, run_jobs
-from learner import Outcome
+from learner import GOOD, Outcome
 from recipes import CPU_SECONDS, OTHER_CPU_SECONDS, RECIPES, ROOT, TINY_ALONE, TINY_CPU_SECONDS
 
 SEEDS = (0, 1, 2)
-HEADER = ("algorithm", "seed", "held-out", "updates", "sessions", "sampled tokens", "staleness", "CPU s", "")
+HEADER = (
+    "algorithm",
+    "seed",
+    "held-out",
+    "updates",
+    "sessions",
+    f"until {GOOD}",
+    "sampled tokens",
+    "staleness",
+    "CPU s",
+    "",
+)
 
 
 def main() -> int:
@@ -88,6 +99,7 @@ def _table(outcomes: list[Outcome]) -> list[str]:
             f"{outcome.before:.2f} → {outcome.after:.2f}",
             str(outcome.num_updates),
             str(outcome.num_sessions),
+            str(outcome.num_to_target or ""),
             str(outcome.num_tokens),
             f"{outcome.staleness:.1f}",
             f"{outcome.cpu_seconds:.0f}",

@@ -150,7 +150,7 @@ def serving_replies(directory: Path) -> AbstractContextManager[str]:
     def reply(request: Json) -> Json:
         with lock:
             torch.set_num_threads(1)  # a setting of each thread
-            (sampled,) = sampler.sample([request["prompt"]], request["max_tokens"])
+            (sampled,) = sampler.sample([request["prompt"]], request["max_tokens"], [{}])
         finish = "stop" if sampled.token_ids[-1] == end else "length"
         return {"choices": [{"token_ids": sampled.token_ids, "finish_reason": finish}]}
 

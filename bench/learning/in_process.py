@@ -2,7 +2,8 @@
 
 Only the sampling is replaced. The agent is the user's own file, the proxy's template code continues chains, turns are
 committed to the ledger before the agent receives a reply, and the weights come from the directory that the trainer
-published. All sessions that wait for a reply are sampled as one batch.
+published. All sessions that wait for a reply are sampled as one batch, with the parameters of their sessions, which
+are applied here by other code than the trainer's.
 Shapes: B rows of a batch, T tokens of the longest prompt, V vocabulary, R tokens of a reply.
 """
 
@@ -20,14 +21,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xgrammar
 from openai.types.chat import ChatCompletion
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from proxy.sessions.pins import Pins
 from proxy.sessions.template import ChatTemplate, Continued
 from turnwise.store import serving
 from turnwise.store.database import Database
 from turnwise.store.sessions import create_session
 from turnwise.store.turns import append_turns
+from turnwise.support import pack, truncates
 from turnwise.types import Json, Session, Turn
 
 Result = TypeVar("Result")
@@ -45,42 +49,68 @@ class Sampled:
     token_ids: list[int]
     """Sampled tokens, including the end-of-turn token if it was sampled. [R]"""
     logprobs: list[float]
-    """Logprobs under the sampling weights, at temperature 1. [R]"""
+    """Logprobs under the sampling weights and parameters. [R]"""
+    support: list[list[int]]
+    """The ids that could be sampled at each token. [R]"""
 
 
 class Sampler:
-    """Samples at temperature 1 from a causal LM, many prompts at once."""
+    """Samples from a causal LM, many prompts at once."""
 
     def __init__(self, end_token: int, seed: int) -> None:
         self._end = end_token
         self._random = torch.Generator().manual_seed(seed)
         self._model: Any = None
+        self._grammars: Any = None
 
     def load(self, directory: Path) -> None:
         """Load the weights of a directory in the Hugging Face layout."""
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        if self._grammars is None:
+            tokenizer, size = AutoTokenizer.from_pretrained(directory), self._model.config.vocab_size
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+            self._grammars = xgrammar.GrammarCompiler(info)
 
-    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Sampled]:
-        """Return a reply to each prompt."""
-        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int, samplings: Sequence[Json]) -> list[Sampled]:
+        """Return a reply to each prompt; equal greedy calls are sampled once."""
+        calls = list(zip(prompts, samplings, strict=True))
+        first: dict[Any, int] = {}
+        for index, (prompt, sampling) in enumerate(calls):
+            first.setdefault(tuple(prompt) if sampling.get("temperature") == 0 else index, index)
+        by_length = sorted(first.values(), key=lambda index: len(prompts[index]))
         replies: dict[int, Sampled] = {}
-        for start in range(0, len(prompts), ROWS_AT_ONCE):
+        for start in range(0, len(by_length), ROWS_AT_ONCE):
             indices = by_length[start : start + ROWS_AT_ONCE]
-            replies |= zip(indices, self._sample([prompts[index] for index in indices], max_tokens), strict=True)
-        return [replies[index] for index in range(len(prompts))]
+            chosen = [prompts[index] for index in indices], max_tokens, [samplings[index] for index in indices]
+            replies |= zip(indices, self._sample(*chosen), strict=True)
+        return [
+            replies[first[tuple(prompt) if sampling.get("temperature") == 0 else index]]
+            for index, (prompt, sampling) in enumerate(calls)
+        ]
 
     @torch.inference_mode()
-    def _sample(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Sampled]:
-        replies = [Sampled([], []) for _ in prompts]
+    def _sample(self, prompts: Sequence[Sequence[int]], max_tokens: int, samplings: Sequence[Json]) -> list[Sampled]:
+        replies = [Sampled([], [], []) for _ in prompts]
+        processors = [
+            Processor(prompt, asked, matcher(self._grammars, asked, self._end), self._model.config.vocab_size)
+            for prompt, asked in zip(prompts, samplings, strict=True)
+        ]
+        keeps = [truncates(sampling, {}) for sampling in samplings]
         live = torch.arange(len(prompts))
         logits_BV, cache, mask_BT = self._read(prompts)
         for _ in range(max_tokens):
-            log_p_BV = torch.log_softmax(logits_BV, dim=-1)
+            rows = live.tolist()
+            processed = [processors[row].process(logits) for row, logits in zip(rows, logits_BV, strict=True)]
+            log_p_BV = torch.log_softmax(torch.stack(processed), dim=-1)
             token_B = torch.multinomial(log_p_BV.exp(), 1, generator=self._random)[:, 0]
             logprob_B = log_p_BV.gather(1, token_B[:, None])[:, 0]
-            for row, token, logprob in zip(live.tolist(), token_B.tolist(), logprob_B.tolist(), strict=True):
+            tokens = token_B.tolist()
+            for place, (row, token, logprob) in enumerate(zip(rows, tokens, logprob_B.tolist(), strict=True)):
                 replies[row].token_ids.append(token)
                 replies[row].logprobs.append(logprob)
+                if keeps[row]:
+                    replies[row].support.append(log_p_BV[place].isfinite().nonzero()[:, 0].tolist())
+                processors[row].accept(token)
             going = (token_B != self._end).nonzero()[:, 0]
             if not len(going):
                 break
@@ -120,6 +150,50 @@ class Sampler:
         return out.logits[:, -1]
 
 
+def matcher(grammars: Any, sampling: Json, end: int) -> Any:
+    """Return what walks the grammar of a call; None if it asks for none."""
+    regex = (sampling.get("structured_outputs") or {}).get("regex")
+    if regex is None:
+        return None
+    return xgrammar.GrammarMatcher(grammars.compile_regex(regex), override_stop_tokens=[end])
+
+
+class Processor:
+    """What vLLM does to the logits of one reply before it samples, in its order: grammar, penalty, temperature, top."""
+
+    def __init__(self, prompt: Sequence[int], sampling: Json, grammar: Any, size: int) -> None:
+        self._sampling, self._grammar = sampling, grammar
+        self._seen = torch.zeros(size, dtype=torch.bool)
+        self._seen[list(prompt)] = True
+        self._bits = xgrammar.allocate_token_bitmask(1, size)
+
+    def accept(self, token: int) -> None:
+        self._seen[token] = True
+        if self._grammar is not None and not self._grammar.is_terminated():
+            self._grammar.accept_token(token)
+
+    def process(self, logits: torch.Tensor) -> torch.Tensor:
+        asked, logits_V = self._sampling, logits
+        if self._grammar is not None and not self._grammar.is_terminated():
+            self._grammar.fill_next_token_bitmask(self._bits)
+            xgrammar.apply_token_bitmask_inplace(logits_V, self._bits[0])
+        if (penalty := asked.get("repetition_penalty", 1.0)) != 1.0:
+            punished_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+            logits_V = torch.where(self._seen, punished_V, logits_V)
+        if (temperature := asked.get("temperature", 1.0)) == 0:
+            return torch.where(logits_V == logits_V.max(), 0.0, -torch.inf)
+        logits_V = logits_V / temperature
+        if not truncates(asked, {}):
+            return logits_V
+        values, ids = logits_V.sort(descending=True)
+        before = values.softmax(-1)
+        if top_k := asked.get("top_k"):
+            before = values[:top_k].softmax(-1)
+        kept = before.cumsum(-1) - before < asked.get("top_p", 1.0)
+        kept_ids = ids[: len(kept)][kept]
+        return torch.full_like(logits_V, -torch.inf).scatter(0, kept_ids, logits_V[kept_ids])
+
+
 @dataclasses.dataclass(slots=True)
 class Chain:
     """The only chain of a session whose agent never edits its history."""
@@ -142,14 +216,15 @@ class _Call:
     tools: list[Json] | None
     prompt: list[int]
     max_tokens: int
+    sampling: Json
     reply: asyncio.Future[ChatCompletion]
 
 
 class InProcessProxy:
     """Creates clients for agents, records their samples, and follows the published versions."""
 
-    def __init__(self, db: Database, template: ChatTemplate, decode: Any, seed: int) -> None:
-        self._db = db
+    def __init__(self, db: Database, template: ChatTemplate, decode: Any, seed: int, pins: Pins) -> None:
+        self._db, self._pins = db, pins
         self._template = template
         self._decode = decode
         (end,) = template.end_tokens
@@ -172,7 +247,7 @@ class InProcessProxy:
     def open(self, sessions: Sequence[Session]) -> list[Chain]:
         """Create the sessions."""
         with self._db.write() as conn:
-            return [Chain(create_session(conn, session)[0]) for session in sessions]
+            return [Chain(create_session(conn, self._pins.opened(session))[0]) for session in sessions]
 
     def client(self, chain: Chain) -> Any:
         """Return an object that replaces the agent's `AsyncOpenAI` client for the session."""
@@ -182,7 +257,11 @@ class InProcessProxy:
         ) -> ChatCompletion:
             prompt = self._prompt(chain, messages, tools)
             reply = asyncio.get_running_loop().create_future()
-            self._waiting.append(_Call(chain, model, list(messages), tools, prompt, max_completion_tokens, reply))
+            asked = self._pins.pinned(chain.session, "")
+            if asked.get("temperature") == 0 and chain.session.explores is not None:
+                asked |= {"temperature": chain.session.explores}
+            call = _Call(chain, model, list(messages), tools, prompt, max_completion_tokens, asked, reply)
+            self._waiting.append(call)
             return await reply
 
         return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
@@ -208,7 +287,8 @@ class InProcessProxy:
         """Sample replies to all waiting calls, commit the turns, and then reply."""
         calls, self._waiting = self._waiting, []
         (max_tokens,) = {call.max_tokens for call in calls}
-        sampled = self._sampler.sample([call.prompt for call in calls], max_tokens)
+        samplings = [call.sampling for call in calls]
+        sampled = self._sampler.sample([call.prompt for call in calls], max_tokens, samplings)
         turns = [self._turn(call, one) for call, one in zip(calls, sampled, strict=True)]
         with self._db.write() as conn:
             append_turns(conn, turns)
@@ -235,6 +315,8 @@ class InProcessProxy:
             prompt_length=len(call.prompt),
             token_ids=np.array(sampled.token_ids, np.int32),
             logprobs=np.array(sampled.logprobs, np.float32),
+            sampling=call.sampling,
+            support=pack(sampled.support) if sampled.support else None,
             finish_reason="stop" if sampled.token_ids[-1] in self._template.end_tokens else "length",
             policy_version_first=self._version,
             policy_version_last=self._version,

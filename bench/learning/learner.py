@@ -9,6 +9,7 @@ import gc
 import json
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ from teacher import serving_policy
 from transformers import AutoTokenizer
 
 from examples.demos.plain_agent import load_agent
+from proxy.sessions.pins import Pins
 from proxy.sessions.template import load_chat_template
+from proxy.settings import ProxySettings
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.default_models import trail
@@ -65,6 +68,8 @@ class Outcome:
     num_updates: int = 0
     num_sessions: int = 0
     """Number of training sessions."""
+    num_to_target: int | None = None
+    """Training sessions until those of a batch first had a mean reward of `GOOD`."""
     num_tokens: int = 0
     """Number of tokens sampled in training sessions."""
     staleness: float = 0.0
@@ -93,22 +98,27 @@ class Run:
             is_paired = recipe.settings["algorithm"].get("imitation") == "dpo"
             import_sessions(self.db, model, directory, recipe.num_imported, seed, is_paired=is_paired)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        self.proxy = InProcessProxy(self.db, load_chat_template(str(model), "string"), tokenizer.decode, seed)
+        pinned = ProxySettings(sampling_pins={"*": recipe.sampling}, explore=recipe.explore)
+        pins = Pins(pinned, lambda _: None)
+        self.proxy = InProcessProxy(self.db, load_chat_template(str(model), "string"), tokenizer.decode, seed, pins)
         self.proxy.follow()
         self._play = load_agent(str(AGENT))
         self._coin = random.Random(f"coin/{seed}")
         self._num_tasks = {Split.TRAIN: 0, Split.EVAL: 0}
         self.num_sessions = self.num_tokens = 0
+        self.num_to_target: int | None = None
 
     def play_groups(self) -> None:
         """Play the next training tasks, each with a whole group."""
         tokens = self.proxy.num_sampled_tokens
         count = self._recipe.groups_per_update
         if self._recipe.is_single:
-            self._play_tasks(Split.TRAIN, count * GROUP_SIZE, 1)
+            mean = self._play_tasks(Split.TRAIN, count * GROUP_SIZE, 1)
         else:
-            self._play_tasks(Split.TRAIN, count, GROUP_SIZE)
+            mean = self._play_tasks(Split.TRAIN, count, GROUP_SIZE)
         self.num_sessions += count * GROUP_SIZE
+        if mean >= GOOD and self.num_to_target is None:
+            self.num_to_target = self.num_sessions
         self.num_tokens += self.proxy.num_sampled_tokens - tokens
 
     def update(self) -> Json:
@@ -137,7 +147,8 @@ class Run:
         self.workflow.close()
         self.db.close()
 
-    def _play_tasks(self, split: Split, count: int, runs: int) -> None:
+    def _play_tasks(self, split: Split, count: int, runs: int) -> float:
+        """Play new tasks, each some times; return the mean of all rewards."""
         first = self._num_tasks[split]
         self._num_tasks[split] += count
         tasks = [trail.make_task(split.value, first + index, self._seed) for index in range(count) for _ in range(runs)]
@@ -157,6 +168,7 @@ class Run:
             rewards.add_rewards(conn, lines)
             for session in sessions:
                 end_session(conn, session.tenant, session.session_id, "env_done")
+        return statistics.fmean(line.value for line in lines)
 
     def _session(self, task: trail.TrailTask, run: int, split: Split, runs: int) -> Session:
         group = {"credit": self._recipe.credit}
@@ -264,6 +276,7 @@ def learn(
         if kept is not None and outcome.passed:
             run.keep_policy(kept)
         outcome.num_sessions, outcome.num_tokens = run.num_sessions, run.num_tokens
+        outcome.num_to_target = run.num_to_target
         outcome.staleness = sum(staleness) / len(staleness)
     finally:
         run.close()

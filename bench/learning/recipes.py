@@ -47,8 +47,23 @@ class Recipe:
     """The classes that each teacher of the tiny task knows, as digits; with teachers all training rewards are 0."""
     taught_by: tuple[str, ...] = ()
     """The recipes whose trained policies are the teachers on the demo's task; each teaches a share of the tasks."""
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The parameters of all calls, which the operator has pinned."""
+    tiny_sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Those that the tiny task has in place of them."""
+    explore: float = 0.0
+    """Share of the training sessions that sample greedy calls at temperature 1."""
     num_imported: int = 0
     """Imported groups in the ledger: a right session, and for DPO also a wrong one."""
+
+
+REPLY = (
+    '<tool_call>\\n\\{"name": "lookup", "arguments": \\{"name": "[A-Z][a-z]*"\\}\\}\\n</tool_call>'
+    '|The answer is "[A-Z][a-z]*"\\.'
+)
+"""What the demo's replies are: a tool call or an answer."""
+LETTERS = {"structured_outputs": {"regex": "[i-zA-V]{3}"}}
+"""Three tokens that no prompt of the tiny task begins with."""
 
 
 def calm(name: str, **settings: Any) -> dict[str, Any]:
@@ -132,6 +147,10 @@ RECIPES = {
             "wait_seconds": 0.0,
         },
     ),
+    "top": Recipe(settings={}, sampling={"top_p": 0.9, "top_k": 20}),
+    "penalty": Recipe(settings={}, sampling={"repetition_penalty": 1.1}),
+    "grammar": Recipe(settings={}, sampling={"structured_outputs": {"regex": REPLY}}, tiny_sampling=LETTERS),
+    "explored": Recipe(settings={}, sampling={"temperature": 0.0}, explore=0.1, max_updates=200),
     "coin_step_wise": Recipe(settings={}, coin=True, credit=Credit.STEP_WISE),
     "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=32),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import string
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import xgrammar
+from in_process import Processor, matcher
 from learner import Outcome, Say
 from recipes import NUM_CLASSES, VOCABULARY, Recipe, merged
 from teacher import serving_teacher
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from proxy.sessions.pins import Pins
+from proxy.settings import ProxySettings
 from trainer.model.loading import model_class, read_config
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
@@ -29,6 +36,7 @@ from turnwise.store import serving, sessions
 from turnwise.store.database import Database
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
+from turnwise.support import pack, truncates
 from turnwise.types import IMPORT, Credit, Json, Reward, Session, Turn
 from turnwise.types import Outcome as TurnOutcome
 
@@ -77,6 +85,8 @@ class TinyRun:
         *,
         has_rewards: bool = True,
         model: Path | None = None,
+        sampling: Json | None = None,
+        explore: float = 0.0,
     ) -> None:
         url = f"sqlite:///{directory / 'ledger.db'}"
         self.db = Database(url)
@@ -90,6 +100,12 @@ class TinyRun:
         self._random = np.random.default_rng(seed)
         self._torch = torch.Generator().manual_seed(seed)
         self._has_rewards = has_rewards
+        self._pins = Pins(ProxySettings(sampling_pins={"*": sampling or {}}, explore=explore), lambda _: None)
+        self._grammars: Any = None
+        if sampling and "structured_outputs" in sampling:
+            info = xgrammar.TokenizerInfo.from_huggingface(AutoTokenizer.from_pretrained(model), vocab_size=VOCABULARY)
+            self._grammars = xgrammar.GrammarCompiler(info)
+        self.num_to_target: int | None = None
         self.credit = Credit.PROPAGATE
         self.num_sessions = 0
         self._num_groups = 0
@@ -98,22 +114,38 @@ class TinyRun:
     def play_groups(self) -> None:
         """Play the next training tasks, each with a whole group, and store sessions, turns and rewards."""
         prompts = [prompt for prompt in self.prompts("train", GROUPS) for _ in range(GROUP_SIZE)]
-        replies, logprobs = self.play(prompts)
-        names = [f"{self._num_groups + index // GROUP_SIZE}-{index % GROUP_SIZE}" for index in range(len(prompts))]
-        rewards = self.reward_lines(names, prompts, replies)
-        with self.db.write() as conn:
-            for index, prompt in enumerate(prompts):
-                group, run = self._num_groups + index // GROUP_SIZE, index % GROUP_SIZE
-                session = Session(
-                    session_id=f"{group}-{run}",
+        places = [(self._num_groups + index // GROUP_SIZE, index % GROUP_SIZE) for index in range(len(prompts))]
+        names = [f"{group}-{run}" for group, run in places]
+        held = [
+            self._pins.opened(
+                Session(
+                    session_id=name,
                     task_id=f"class-{prompt[0]}-{group}",
                     run=run,
                     group_id=f"g{group}",
                     group_size=GROUP_SIZE,
                     credit=self.credit,
                 )
+            )
+            for name, prompt, (group, run) in zip(names, prompts, places, strict=True)
+        ]
+        asked = [self._asked(session) for session in held]
+        replies, logprobs, supports = self.play_as(prompts, asked)
+        rewards = self.reward_lines(names, prompts, replies)
+        if self.num_to_target is None and np.mean([line.value for line in rewards]) >= ENOUGH:
+            self.num_to_target = self.num_sessions + len(prompts)
+        with self.db.write() as conn:
+            for index, (session, prompt) in enumerate(zip(held, prompts, strict=True)):
                 sessions.create_session(conn, session)
-                append_turns(conn, self.turns_of(session.session_id, prompt, replies[index], logprobs[index]))
+                turns = self.turns_of(session.session_id, prompt, replies[index], logprobs[index])
+                known = [pack(of_turn[index]) if truncates(asked[index], {}) else None for of_turn in supports]
+                append_turns(
+                    conn,
+                    [
+                        dataclasses.replace(turn, sampling=asked[index], support=support)
+                        for turn, support in zip(turns, known, strict=True)
+                    ],
+                )
             add_rewards(conn, rewards)
             for name in names:
                 sessions.end_session(conn, "default", name)
@@ -153,7 +185,8 @@ class TinyRun:
     def evaluate(self, count: int = NUM_EVAL_SESSIONS) -> float:
         """Return the mean reward of held-out prompts; nothing is stored."""
         prompts = self.prompts("eval", count)
-        return float(np.mean(rewards_of(prompts, self.play(prompts)[0])))
+        asked = [self._asked(Session(session_id="held-out"))] * count
+        return float(np.mean(rewards_of(prompts, self.play_as(prompts, asked)[0])))
 
     def close(self) -> None:
         """Close the ledger."""
@@ -174,27 +207,61 @@ class TinyRun:
         others = self._random.choice(RANDOM_TOKENS[split], count)
         return [[int(which), int(other)] for which, other in zip(classes, others, strict=True)]
 
+    def _asked(self, session: Session) -> Json:
+        """Return the sampling of a session's calls."""
+        asked = self._pins.pinned(session, "")
+        return asked if session.explores is None else asked | {"temperature": session.explores}
+
     def play(self, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the sampled tokens of each session and their logprobs, [B, turns, reply tokens] each."""
+        return self.play_as(prompts, [{}] * len(prompts))[:2]
+
+    def play_as(
+        self, prompts: Sequence[list[int]], asked: Sequence[Json]
+    ) -> tuple[np.ndarray, np.ndarray, list[list[list[list[int]]]]]:
+        """Return the sampled tokens of each session, their logprobs, and the ids that could be sampled.
+
+        The first two are [B, turns, reply tokens], the ids by turn, session and token.
+        """
         tokens = np.array(prompts)
-        replies, logprobs = [], []
+        replies, logprobs, supports = [], [], []
         for number in range(NUM_TURNS):
-            reply, reply_logprobs = self.sample(tokens)
+            reply, reply_logprobs, known = self.sample_as(tokens, REPLY_TOKENS, asked)
             replies.append(reply)
             logprobs.append(reply_logprobs)
+            supports.append(known)
             tokens = np.hstack([tokens, reply, np.full((len(tokens), 1), between(number))])
-        return np.stack(replies, 1), np.stack(logprobs, 1)
+        return np.stack(replies, 1), np.stack(logprobs, 1), supports
 
-    @torch.inference_mode()
     def sample(self, prompts: np.ndarray, num_tokens: int = REPLY_TOKENS) -> tuple[np.ndarray, np.ndarray]:
         """Return a reply to each prompt and its logprobs under the newest version, [B, num_tokens] each."""
+        return self.sample_as(prompts, num_tokens, [{}] * len(prompts))[:2]
+
+    @torch.inference_mode()
+    def sample_as(
+        self, prompts: np.ndarray, num_tokens: int, asked: Sequence[Json]
+    ) -> tuple[np.ndarray, np.ndarray, list[list[list[int]]]]:
+        """Return replies that are sampled as is asked, their logprobs, and the ids that could be sampled."""
         tokens, logprobs = torch.from_numpy(prompts), []
+        supports: list[list[list[int]]] = [[] for _ in prompts]
+        rows = [
+            Processor(row.tolist(), each, matcher(self._grammars, each, 0), VOCABULARY) if each else None
+            for row, each in zip(prompts, asked, strict=True)
+        ]
         for _ in range(num_tokens):
-            log_p = torch.log_softmax(self._model(tokens).logits[:, -1], -1)
+            logits = self._model(tokens).logits[:, -1]
+            log_p = torch.log_softmax(
+                torch.stack([one if row is None else row.process(one) for row, one in zip(rows, logits, strict=True)]),
+                -1,
+            )
             sampled = torch.multinomial(log_p.exp(), 1, generator=self._torch)
             logprobs.append(log_p.gather(1, sampled))
             tokens = torch.cat([tokens, sampled], 1)
-        return tokens[:, -num_tokens:].numpy(), torch.cat(logprobs, 1).numpy()
+            for index, (row, token) in enumerate(zip(rows, sampled[:, 0].tolist(), strict=True)):
+                if row is not None:
+                    row.accept(token)
+                    supports[index].append(log_p[index].isfinite().nonzero()[:, 0].tolist())
+        return tokens[:, -num_tokens:].numpy(), torch.cat(logprobs, 1).numpy(), supports
 
     def turns_of(self, session_id: str, prompt: list[int], replies: np.ndarray, logprobs: np.ndarray) -> list[Turn]:
         """Return the turns of a session that the newest version sampled."""
@@ -219,7 +286,9 @@ class TinyRun:
 
 
 def make_model(directory: Path, seed: int) -> Path:
-    """Write a Qwen3 with random weights."""
+    """Write a Qwen3 with random weights, whose tokens are letters."""
+    letters = {letter: index for index, letter in enumerate(string.ascii_letters[:VOCABULARY])}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(letters, [])), eos_token="a").save_pretrained(directory)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -267,7 +336,8 @@ def learn_tiny(
                 {"url": stack.enter_context(serving_teacher(known)), "model": "teacher", "tasks": f"class-[{known}]-*"}
                 for known in recipe.teachers
             ]
-        run = TinyRun(settings, seed, directory, has_rewards=not recipe.teachers, model=model)
+        asked = {"sampling": recipe.sampling | recipe.tiny_sampling, "explore": recipe.explore}
+        run = TinyRun(settings, seed, directory, has_rewards=not recipe.teachers, model=model, **asked)
         stack.callback(run.close)
         run.store_imported(recipe.num_imported, is_paired=settings["algorithm"].get("imitation") == "dpo")
         outcome = Outcome(name=name, seed=seed, before=run.evaluate())
@@ -284,7 +354,7 @@ def learn_tiny(
                 if outcome.curve[-1][1] >= ENOUGH:
                     break
         outcome.after = outcome.curve[-1][1]
-        outcome.num_sessions = run.num_sessions
+        outcome.num_sessions, outcome.num_to_target = run.num_sessions, run.num_to_target
         outcome.num_tokens = run.num_sessions * NUM_TURNS * REPLY_TOKENS
         outcome.staleness = sum(staleness) / len(staleness)
     outcome.cpu_seconds = time.process_time() - started
