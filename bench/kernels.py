@@ -5,6 +5,7 @@ Attention: sessions of one group share their prompt and lie in one row. The row 
 Loss: logprob and entropy from hidden states, chunk by chunk, against whole logits, and with the logits of one reply
 penalised, truncated to 20 ids a token, or masked by a grammar. Each pair must agree; forward and backward are timed
 together, alternately, and the best round counts. On a CPU only the ratios mean anything.
+Supports: bytes of a turn of 200 tokens in the engine's reply and in the store, and the time to read and pack them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from trainer.batch.grammars import GrammarMasks
 from trainer.batch.logprobs import linear_logprobs
 from trainer.batch.processors import Processing, RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors
+from turnwise.engine_plugin.supports import FIELD, to_text
+from turnwise.support import pack, unpack
 
+TURN_TOKENS, SUPPORT_SIZES = 200, (3, 20, 300)
 HEADS, HEAD_WIDTH = 4, 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest difference between two ways, relative to the largest value."""
@@ -151,6 +155,38 @@ def loss(device: torch.device, *, tokens: int, hidden: int, vocabulary: int, rou
     }
 
 
+def supports(vocabulary: int, rounds: int) -> dict[str, Any]:
+    """Measure what the supports of a turn cost the proxy, by the number of ids that could be sampled at each token."""
+    from proxy.dialects.base import read_supports
+
+    rng = np.random.default_rng(0)
+    figures: dict[str, Any] = {"vocabulary": vocabulary, "tokens": TURN_TOKENS}
+    for size in SUPPORT_SIZES:
+        ids = [np.unique(rng.integers(0, vocabulary, size)).astype(np.int32) for _ in range(TURN_TOKENS)]
+        content = [
+            {"token": "token", "logprob": -1.5, "bytes": [116], "top_logprobs": [], FIELD: to_text(each)}
+            for each in ids
+        ]
+        plain = json.dumps({"content": [{**each, FIELD: None} for each in content]}).encode()
+        encoded = json.dumps({"content": content}).encode()
+        best = dict.fromkeys(("read", "pack"), float("inf"))
+        for _ in range(rounds):
+            started = time.perf_counter()
+            found = read_supports(encoded)
+            read_at = time.perf_counter()
+            packed = pack(found)
+            best["read"] = min(best["read"], read_at - started)
+            best["pack"] = min(best["pack"], time.perf_counter() - read_at)
+        if any(not np.array_equal(one, other) for one, other in zip(unpack(packed), ids, strict=True)):
+            raise SystemExit("the stored support has other ids")
+        figures |= {
+            f"reply_bytes_{size}_ids": len(encoded) - len(plain),
+            f"stored_bytes_{size}_ids": len(packed),
+            **{f"{name}_microseconds_{size}_ids": round(1e6 * seconds) for name, seconds in best.items()},
+        }
+    return figures
+
+
 def processings(sampled: np.ndarray, vocabulary: int, device: torch.device) -> dict[str, Processing]:
     """Return what is applied to the logits of a reply, sampled after a prompt of its length, by kind."""
     rng = np.random.default_rng(0)
@@ -182,17 +218,19 @@ def _check(what: str, found: Tensor, expected: Tensor) -> None:
         raise SystemExit(f"{what}: the two ways differ by {gap:.2g} of the largest value")
 
 
-def measure(device: str, *, is_small: bool, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of attention and loss."""
+def measure(device: str, *, is_small: bool, rounds: int, vocabulary: int | None = None) -> dict[str, dict[str, Any]]:
+    """Return the figures of attention, loss and supports."""
     place = torch.device(device)
     if is_small:
         return {
             "attention": attention(place, count=4, prompt=192, own=64, rounds=rounds),
-            "loss": loss(place, tokens=128, hidden=64, vocabulary=8192, rounds=rounds),
+            "loss": loss(place, tokens=128, hidden=64, vocabulary=vocabulary or 8192, rounds=rounds),
+            "supports": supports(vocabulary or 151_936, rounds),
         }
     return {
         "attention": attention(place, count=8, prompt=2048, own=768, rounds=rounds),
-        "loss": loss(place, tokens=4096, hidden=1024, vocabulary=151_936, rounds=rounds),
+        "loss": loss(place, tokens=4096, hidden=1024, vocabulary=vocabulary or 151_936, rounds=rounds),
+        "supports": supports(vocabulary or 151_936, rounds),
     }
 
 
@@ -202,14 +240,16 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--full", action="store_true", help="the sizes for a GPU, also on a CPU")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--vocabulary", type=int, help="ids of loss and supports")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     is_small = given.device == "cpu" and not given.full
-    found = measure(given.device, is_small=is_small, rounds=given.rounds)
+    found = measure(given.device, is_small=is_small, rounds=given.rounds, vocabulary=given.vocabulary)
     for name, figures in found.items():
-        print(f"{name}: {figures['faster']:.2f} times as fast as the dense form   {json.dumps(figures)}")
+        faster = f" {figures['faster']:.2f} times as fast as the dense form  " if "faster" in figures else ""
+        print(f"{name}:{faster} {json.dumps(figures)}")
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0
