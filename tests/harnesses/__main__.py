@@ -21,7 +21,7 @@ from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
 from harnesses.page import page
-from harnesses.play import Verdict, examine
+from harnesses.play import SAMPLES, Verdict, examine, examine_sampling
 from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.run import Stage
 from harnesses.shortening import ShorteningHarness, examine_shortening
@@ -45,7 +45,7 @@ def main() -> int:
     if wanted.install_only:
         return _install(chosen, scratch)
     verdicts = Verdicts(wanted.verdicts, present_commit())
-    if not (wanted.resume or wanted.names):
+    if not (wanted.resume or wanted.names or wanted.sampling):
         verdicts.clear()
     left = [harness for harness in chosen if not (wanted.resume and verdicts.has(harness))]
     deadline = time.monotonic() + 60 * wanted.minutes
@@ -56,8 +56,11 @@ def main() -> int:
     ):
         while left and time.monotonic() < deadline:
             harness = left.pop(0)
-            verdict = _examine(harness, scratch, proxy, engine)
-            verdicts.add(harness, wanted.engine, verdict)
+            verdict = _examine(harness, scratch, proxy, engine, only_sampling=wanted.sampling)
+            if wanted.sampling:
+                verdicts.amend(harness, {name: cell for name, cell in verdict.cells.items() if name == SAMPLES})
+            else:
+                verdicts.add(harness, wanted.engine, verdict)
             sys.stdout.write(f"{harness.name}: {verdict.cells} {' '.join(verdict.notes)}\n")
             sys.stdout.write(
                 f"  {verdict.num_taken} of {verdict.num_ordinary} ordinary calls are taken for compaction\n"
@@ -75,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scratch", type=Path, default=ROOT / ".harnesses", help="where agents are installed")
     parser.add_argument("--engine", choices=["vllm", "fake"], default="vllm", help="what they are played against")
     parser.add_argument("--install-only", action="store_true", help="play nothing")
+    parser.add_argument("--sampling", action="store_true", help="renew only the column `samples with` of played agents")
     parser.add_argument("--resume", action="store_true", help="keep the verdicts that were made on this commit")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further agent after this time")
     parser.add_argument("--verdicts", type=Path, default=FILE, help="the file of verdicts to read and write")
@@ -101,13 +105,17 @@ def _engine(kind: str, scratch: Path, temporary: Path) -> Iterator[ScriptedEngin
             yield FakeEngine(fake)
 
 
-def _examine(harness: Harness, scratch: Path, proxy: proxy_process.ProxyProcess, engine: ScriptedEngine) -> Verdict:
+def _examine(
+    harness: Harness, scratch: Path, proxy: proxy_process.ProxyProcess, engine: ScriptedEngine, *, only_sampling: bool
+) -> Verdict:
     try:
         directory = install(harness, scratch)
     except InstallFailed as error:
         return Verdict({"runs": "not installed"}, [str(error)])
     try:
         stage = Stage(harness, directory, proxy, engine, time.monotonic() + AGENT_SECONDS)
+        if only_sampling:
+            return examine_sampling(stage)
         verdict = examine_shortening(stage) if isinstance(harness, ShorteningHarness) else examine(stage)
     except Exception as error:  # noqa: BLE001  one agent must not end the others' checks; its row says what failed
         traceback.print_exc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,6 +35,28 @@ def other_roles(turns: Sequence[Json]) -> list[str]:
             if turn["role"] in {"side", "sub_agent"} and turn["role_reason"] != "extends"
         }
     )
+
+
+SAMPLING = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), json.dumps),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"), json.dumps),
+    "response_format": lambda value: value.get("type"),
+    "structured_outputs": ", ".join,
+    "tool_choice": lambda value: value if isinstance(value, str) else "named",
+    "parallel_tool_calls": json.dumps,
+}
+"""Parameters that say how a reply is sampled, and how the table shows a value."""
+
+
+def asked_sampling(turns: Sequence[Json]) -> str:
+    """Return the parameters of all calls, their values in the order of the calls."""
+    found: dict[str, None] = {}
+    for turn in turns:
+        asked = {name: value for name, value in turn["sampling"].items() if value is not None and value != "auto"}
+        found |= dict.fromkeys(f"`{name}` {show(asked[name])}" for name, show in SAMPLING.items() if name in asked)
+        functions = [tool.get("function") or {} for tool in turn["tools"] or ()]
+        found |= {"strict tools": None} if any(function.get("strict") for function in functions) else {}
+    return ", ".join(found)
 
 
 def asks_for_summary(harness: Harness, messages: Sequence[Json]) -> bool:

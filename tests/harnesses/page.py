@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from harnesses import shortening
 from harnesses.entry import Harness
-from harnesses.play import COLUMNS, NONE
+from harnesses.play import COLUMNS, NONE, SAMPLES
 from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.verdicts import Stored
 
@@ -89,7 +89,7 @@ def _table(verdicts: Stored, harnesses: Sequence[Harness], columns: Mapping[str,
     for harness in harnesses:
         verdict = verdicts.get(harness.name)
         if verdict is not None:
-            cells = [verdict["cells"].get(name, NONE) for name in columns]
+            cells = [verdict["cells"].get(name, "" if name == SAMPLES else NONE) for name in columns]
             played = f"{verdict['date']}, `{verdict['commit']}`"
             row = [harness.name, verdict["version"], harness.dialect, verdict["engine"], *cells, played]
             lines.append(f"| {' | '.join(row)} |")

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 from harnesses.checks import (
+    asked_sampling,
     has_parallel_tools,
     is_one_exact_chain,
     is_sampling_long,
@@ -25,6 +26,7 @@ from turnwise_fake_engine import Fault, FaultKind, Reply, Rule
 
 from turnwise.types import Json
 
+SAMPLES = "samples with"
 COLUMNS = {
     "runs": "it calls its tool and ends with the model's answer",
     "streams": "it asks for streamed replies",
@@ -35,6 +37,7 @@ COLUMNS = {
     "client gone": "it is killed during a reply: the engine stops, and the store has the turn once, as aborted",
     "kill -9": "the proxy is killed while the tool runs, and a new one replaces it: the store has the same turns",
     "inferred": "without a session in the base URL, its conversation is one exact chain in one session",
+    SAMPLES: "which sampling its calls ask for; – for the engine's defaults, empty where it was not recorded",
     "session by": "how the proxy identifies that session: by an id that the agent sends, or by its conversation",
 }
 """The columns of the table."""
@@ -61,6 +64,14 @@ class Verdict:
         return is_good
 
 
+def examine_sampling(stage: Stage) -> Verdict:
+    """Play one run, and look at nothing but the parameters of its calls."""
+    played = stage.attempt(
+        f"{_slug(stage.harness.name)}-{uuid.uuid4().hex[:8]}", lambda _: simple_rules(stage, _, "one")
+    )
+    return Verdict({SAMPLES: asked_sampling(played.turns) or NONE} if played.turns else {})
+
+
 def examine_briefly(stage: Stage) -> Verdict:
     verdict = Verdict()
     _play_parallel(stage, verdict)
@@ -76,6 +87,7 @@ def examine(stage: Stage) -> Verdict:
     seen = list(plain.turns)
     verdict.cells["streams"] = "yes" if any(call.body.get("stream") for call in plain.calls) else "no"
     verdict.judge("exact", plain, is_good=_is_exact(plain))
+    verdict.cells[SAMPLES] = asked_sampling(plain.turns) or NONE
     seen += _play_parallel(stage, verdict)
     if stage.harness.delegate is not None:
         seen += _play_sub_agent(stage, verdict, f"{name}-sub")

@@ -10,7 +10,7 @@ import datetime
 import fcntl
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,19 @@ class Verdicts:
             "date": str(datetime.datetime.now(datetime.UTC).date()),
             "commit": self._commit,
         }
+        self._replace(harness.name, lambda _: {**played, **dataclasses.asdict(verdict)})
+
+    def amend(self, harness: Harness, cells: Mapping[str, str]) -> None:
+        """Replace some cells of an agent's row; nothing where it has none."""
+        self._replace(harness.name, lambda row: row and row | {"cells": row["cells"] | cells})
+
+    def _replace(self, name: str, change: Callable[[Any], Any]) -> None:
         with self._file.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             stored = json.loads(file.read() or "{}")
-            stored[harness.name] = {**played, **dataclasses.asdict(verdict)}
+            if (row := change(stored.get(name))) is not None:
+                stored[name] = row
             file.truncate(0)
             file.write(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
