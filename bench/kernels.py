@@ -29,7 +29,7 @@ from trainer.batch.grammars import GrammarMasks
 from trainer.batch.logprobs import linear_logprobs
 from trainer.batch.processors import Processing, RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors
-from turnwise.engine_plugin.supports import FIELD, to_text
+from turnwise.engine_plugin.supports import from_text, to_text
 from turnwise.support import pack, unpack
 
 TURN_TOKENS, SUPPORT_SIZES = 200, (3, 20, 300)
@@ -157,22 +157,15 @@ def loss(device: torch.device, *, tokens: int, hidden: int, vocabulary: int, rou
 
 def supports(vocabulary: int, rounds: int) -> dict[str, Any]:
     """Measure what the supports of a turn cost the proxy, by the number of ids that could be sampled at each token."""
-    from proxy.dialects.base import read_supports
-
     rng = np.random.default_rng(0)
     figures: dict[str, Any] = {"vocabulary": vocabulary, "tokens": TURN_TOKENS}
     for size in SUPPORT_SIZES:
         ids = [np.unique(rng.integers(0, vocabulary, size)).astype(np.int32) for _ in range(TURN_TOKENS)]
-        content = [
-            {"token": "token", "logprob": -1.5, "bytes": [116], "top_logprobs": [], FIELD: to_text(each)}
-            for each in ids
-        ]
-        plain = json.dumps({"content": [{**each, FIELD: None} for each in content]}).encode()
-        encoded = json.dumps({"content": content}).encode()
+        texts = [to_text(each) for each in ids]
         best = dict.fromkeys(("read", "pack"), float("inf"))
         for _ in range(rounds):
             started = time.perf_counter()
-            found = read_supports(encoded)
+            found = [from_text(text) for text in texts]
             read_at = time.perf_counter()
             packed = pack(found)
             best["read"] = min(best["read"], read_at - started)
@@ -180,7 +173,7 @@ def supports(vocabulary: int, rounds: int) -> dict[str, Any]:
         if any(not np.array_equal(one, other) for one, other in zip(unpack(packed), ids, strict=True)):
             raise SystemExit("the stored support has other ids")
         figures |= {
-            f"reply_bytes_{size}_ids": len(encoded) - len(plain),
+            f"reply_bytes_{size}_ids": sum(map(len, texts)),
             f"stored_bytes_{size}_ids": len(packed),
             **{f"{name}_microseconds_{size}_ids": round(1e6 * seconds) for name, seconds in best.items()},
         }
