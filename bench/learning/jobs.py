@@ -87,8 +87,8 @@ def run_job(job: Job) -> Outcome:
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="turnwise-learning-") as directory:
         if job.is_tiny:
-            max_updates = job.max_updates or MAX_UPDATES
-            outcome = learn_tiny(job.name, job.recipe, job.seed, Path(directory), say, max_updates=max_updates)
+            most = job.max_updates or (job.recipe.max_updates if job.recipe.explore else MAX_UPDATES)
+            outcome = learn_tiny(job.name, job.recipe, job.seed, Path(directory), say, max_updates=most)
         else:
             with serving_teachers(list(job.teachers.values())) as teachers:
                 outcome = learn(

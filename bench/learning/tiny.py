@@ -23,6 +23,7 @@ from learner import Outcome, Say
 from recipes import NUM_CLASSES, VOCABULARY, Recipe, merged
 from teacher import serving_teacher
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -288,7 +289,9 @@ class TinyRun:
 def make_model(directory: Path, seed: int) -> Path:
     """Write a Qwen3 with random weights, whose tokens are letters."""
     letters = {letter: index for index, letter in enumerate(string.ascii_letters[:VOCABULARY])}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(letters, [])), eos_token="a").save_pretrained(directory)
+    tokenizer = Tokenizer(BPE(letters, []))
+    tokenizer.decoder = ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a").save_pretrained(directory)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
