@@ -70,7 +70,7 @@ def not_replayed(sampling: Json) -> str | None:
     """Return the first parameter that has an effect which the trainer does not compute."""
     if name := first_of(NOT_REPLAYED, sampling):
         return name
-    if first_of(GRAMMARS, sampling) and sampling.get(GRAMMAR_BACKEND, "auto") not in REPLAYED_BACKENDS:
+    if first_of(GRAMMARS, sampling) and (sampling.get(GRAMMAR_BACKEND) or "auto") not in REPLAYED_BACKENDS:
         return GRAMMAR_BACKEND
     return None if TOOL_GRAMMAR in sampling else first_of(FORCED, sampling)
 

@@ -77,7 +77,7 @@ class Grammars:
             NotReplayed: The grammar is unknown, or refuses a sampled token.
         """
         kind, text = grammar_of(sampling)
-        if kind == "json" and GRAMMAR_BACKEND not in sampling and any(map(_needs_more, _objects(json.loads(text)))):
+        if kind == "json" and not sampling.get(GRAMMAR_BACKEND) and any(map(_needs_more, _objects(json.loads(text)))):
             raise NotReplayed("the engine may use another library for this schema")
         compiled = self._compiled(kind, text, is_compact=bool(sampling.get(GRAMMAR_IS_COMPACT)))
         for start in self._starts(prompt, sampled):

@@ -157,11 +157,11 @@ def processors(
     elif support is None or all(ids is None for ids in support):
         return truncated
     # What a support leaves, all other masks have left: it makes up for one that cannot be computed.
-    unknown = None if support is not None else not_replayed(sampling)
-    if unknown is not None:
+    unknown = not_replayed(sampling)
+    if unknown is not None and support is None:
         return unknown
     forbidden = grammar = None
-    if asked := first_of({**GRAMMARS, **NEEDS_TOKENIZER}, sampling):
+    if unknown is None and (asked := first_of({**GRAMMARS, **NEEDS_TOKENIZER}, sampling)):
         try:
             grammar, forbidden = _masks(sampling, prompt, sampled, vocabulary)
         except NotReplayed as error:

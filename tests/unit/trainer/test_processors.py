@@ -15,7 +15,7 @@ from support.tiny_models import VOCABULARY, config_of, load_model, make_model
 
 import trainer.batch.sampling as sampling_module
 from trainer.batch.batch import build, pack, row_processors, trained_turns, with_ratio
-from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
+from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
 from trainer.batch.processors import RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, is_known, processors, processors_of, resolved
@@ -385,6 +385,22 @@ def test_thinking_before_the_grammar_is_free(letters, prompt, sampled, expected)
 def test_a_grammar_that_is_not_known_to_be_the_engines_is_not_replayed(letters, asked):
     with pytest.raises(NotReplayed):
         letters.masks(asked, [], [A, END], {END})
+
+
+@pytest.mark.parametrize("others", [{"grammar_backend": "guidance"}, {"tool_choice": "required"}])
+def test_beside_a_support_no_grammar_is_walked_that_is_not_the_engines(letters, others):
+    """The engine left `b` free, which this regex does not."""
+    asked = {"structured_outputs": {"regex": "ac?"}, "top_k": 2} | others
+    support, vocabulary = [np.array([A]), np.array([END, B])], Vocabulary(letters._model)
+    assert processors(asked, np.array([D]), np.array([A, END]), support, vocabulary).grammar is None
+    own = {**asked, **dict.fromkeys(others)}
+    assert processors(own, np.array([D]), np.array([A, END]), support, vocabulary).grammar is not None
+
+
+def test_a_forced_tool_is_walked_as_the_schema_that_is_stored_with_the_turn():
+    asked = {"tool_choice": "required", "tool_grammar": {"type": "null"}, "structured_outputs": {"regex": "a"}}
+    assert grammar_of(asked) == ("json", '{"type": "null"}')
+    assert processors(asked | {"tool_grammar": True}, np.array([D]), np.array([A]), None, None) == "tool_grammar"
 
 
 def test_a_grammar_that_allows_nothing_but_an_end_is_stronger_than_min_tokens(letters):
