@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OWN = frozenset({"proxy", "trainer", "turnwise", "migrations"})
 IN_PACKAGES = {
+    "PIL": "pillow",
     "pydantic_settings": "pydantic-settings",
     "prometheus_client": "prometheus-client",
     "starlette": "fastapi",

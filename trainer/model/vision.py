@@ -151,10 +151,9 @@ class Vision:
             Row(layout=layout, predictor=path[:-1], token=path[1:], pictured=[(path, (first,))]),
             torch.from_numpy(tokens[1:]),
         )
-        text = {
-            "input_ids": torch.from_numpy(tokens)[None],
-            "mm_token_type_ids": torch.from_numpy(seen.astype(np.int64))[None],
-        }
+        kinds = torch.from_numpy(seen.astype(np.int64))[None]
+        ids = torch.from_numpy(tokens)[None]
+        text = {"input_ids": ids, "mm_token_type_ids": kinds, "token_type_ids": kinds}
         accepted = inspect.signature(self._model.forward).parameters
         given = {name: value for name, value in text.items() if name in accepted} | dict(self._pixels(first))
         try:
@@ -162,7 +161,7 @@ class Vision:
                 logits = self._model(**{name: value.to(self._device) for name, value in given.items()}).logits[0]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return f"media_model: {self._source!r} computes no image here ({str(error)[:200]})"
-        own = logits[:-1].float().log_softmax(-1).gather(1, text["input_ids"][0, 1:, None].to(self._device))[:, 0].cpu()
+        own = logits[:-1].float().log_softmax(-1).gather(1, ids[0, 1:, None].to(self._device))[:, 0].cpu()
         gap, allowed = float((own - ours).abs().mean()), TOLERANCE.get(logits.dtype, 0.1)
         if gap <= allowed:
             return None

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
-from support.tiny_vision import IMAGE, KINDS, Chains, make_vision_model, picture
+from safetensors.torch import load_file
+from support.tiny_models import make_model
+from support.tiny_vision import IMAGE, KINDS, VOCABULARY, Chains, make_vision_model, picture
+from transformers import AutoImageProcessor
 
 from trainer.batch.batch import build, pack
 from trainer.model.model import Policy
+from trainer.model.vision import opened
 from trainer.settings import TrainerSettings
+from turnwise.engine_plugin.images import pixels_digest
+from turnwise.errors import SettingsError
 
 A, B, C = picture(1, (48, 32)), picture(2, (32, 32)), picture(3, (48, 32))
 
@@ -122,3 +129,99 @@ def test_the_models_own_forward_pass_gives_the_same_logprobs(directory, chains):
         log_p = policy.model(input_ids=tokens, **joined).logits[0, :-1].log_softmax(-1)
     expected = log_p.gather(1, tokens[0, 1:, None])[:, 0][chain.loss_mask[1:]]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_sampled_placeholder_stays_text(tmp_path):
+    """By hand: embeddings of the ids, features in the stored places, and the decoder alone."""
+    directory = make_vision_model(tmp_path, "Idefics3")
+    policy, chains = loaded(directory), Chains(directory)
+    chain = chains.chain("s", [1, 2], A, [3], (IMAGE, 5), [IMAGE, 7], B, (10, IMAGE, 12))
+    found, _, _ = computed(policy, batch_of(chain), None)
+    model, tokens = policy.model, torch.from_numpy(chain.tokens.astype(np.int64))
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(tokens)
+        for image in chain.images:
+            start, length = image.runs[0]
+            features = model.get_image_features(**policy.vision._pixels(image), return_dict=True).pooler_output
+            embedded[start : start + length] = features.flatten(0, 1)
+        hidden = model.model.text_model(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0, :-1]
+        log_p = model.lm_head(hidden).log_softmax(-1)
+    expected = log_p.gather(1, tokens[1:, None])[:, 0][chain.loss_mask[1:]]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert policy.why_unseen(chain) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"runs": ((3, 4),)}, r"it has 4 tokens in its turn, and \d+ features here"),
+        ({"content": b""}, "its file is deleted"),
+        ({"content": b"no image"}, "it cannot be read"),
+        ({"processor": "ab"}, r"its processor is none of .*: train the model that was served, with the engine's"),
+        ({"pixels": "float32:ab"}, "its processor is none of"),
+    ],
+)
+def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(directory, chains, change, words):
+    policy = loaded(directory)
+    chain = chains.chain("s", [1, 2], A, [3], (5,))
+    assert policy.why_unseen(chain) is None
+    image = dataclasses.replace(chain.images[0], **{"digest": "0" * 64, **change})
+    reason = policy.why_unseen(dataclasses.replace(chain, images=(image,)))
+    assert re.match(f"media_processor: image 000000000000 is not what the engine saw: {words}", reason), reason
+
+
+def test_pixels_decide_and_not_the_settings_of_a_processor(directory, chains):
+    """An engine may have another transformers, and Qwen's sends bytes that it scales on its device."""
+    policy = loaded(directory)
+    chain = chains.chain("s", [1, 2], A, [3], (5,))
+    processor = AutoImageProcessor.from_pretrained(directory)
+    picture = [opened(A)]
+    made = processor(picture, return_tensors="pt")["pixel_values"]
+    plain = processor(picture, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
+    for pixels in (made, made.bfloat16(), plain.to(torch.uint8)):
+        image = dataclasses.replace(chain.images[0], processor="of another version", pixels=pixels_digest(pixels))
+        assert policy.why_unseen(dataclasses.replace(chain, images=(image,))) is None, pixels.dtype
+
+
+def test_a_model_that_sees_none_refuses_images_by_name(tmp_path, chains):
+    make_model(tmp_path, vocab_size=VOCABULARY)
+    reason = loaded(tmp_path).why_unseen(chains.chain("s", [1], A, [2], (3,)))
+    assert reason == f"media_model: {str(tmp_path)!r} sees none: train the model that was served, in one process"
+
+
+@pytest.mark.parametrize(
+    ("part", "trained"), [("frozen", set()), ("projector", {"connector"}), ("all", {"connector", "vision_model"})]
+)
+def test_the_vision_part_is_trained_as_far_as_the_setting_says(tmp_path, part, trained):
+    directory = make_vision_model(tmp_path, "Idefics3")
+    policy = loaded(directory, vision=part)
+    _, gradient, _ = computed(policy, batch_of(Chains(directory).chain("s", [1, 2], A, [3], (5,))), None)
+    parts = {name.split(".")[1] for name, each in gradient.items() if each.norm() > 0} - {"weight"}
+    assert parts == {"text_model"} | trained
+    for parameter in policy.parameters():
+        torch.nn.init.normal_(parameter)
+    policy.save(tmp_path / "version", policy.trained_state())
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "version/model.safetensors")
+    changed = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])} - {"weight"}
+    assert changed == parts
+    assert (tmp_path / "version/preprocessor_config.json").read_bytes() == (
+        directory / "preprocessor_config.json"
+    ).read_bytes()
+
+
+def test_an_adapter_is_not_trained_beside_whole_weights_of_the_vision_part(tmp_path):
+    with pytest.raises(SettingsError, match="vision='all' trains whole weights, and kind='lora' an adapter"):
+        loaded(make_vision_model(tmp_path, "Idefics3"), vision="all", kind="lora")
+
+
+def test_a_model_whose_tokens_of_an_image_see_one_another_is_refused_by_name(tmp_path):
+    """Gemma 3's mask lets them."""
+    directory = make_vision_model(tmp_path, "Gemma3")
+    reason = loaded(directory).why_unseen(Chains(directory).chain("s", [1, 2], A, [3], (5,)))
+    assert reason is not None
+    assert reason.startswith("media_model: ")
+
+
+def test_a_forward_pass_in_bfloat16_is_compared_in_bfloat16(directory, chains):
+    policy = loaded(directory, dtype="bfloat16")
+    assert policy.why_unseen(chains.chain("s", [1, 2], A, [3], (5,))) is None
