@@ -208,7 +208,7 @@ class Poster:
         raise AssertionError("an attempt returns or raises")
 
     async def _document(self, session: Json) -> Json:
-        if not session["train"]:
+        if session.get("train") is False:
             raise GraderFailed(f"session {session['session_id']!r} is marked `train = false` and may not be judged")
         turns = [turn async for turn in self._client.turns(session["session_id"])]
         return document(session, turns)

@@ -79,7 +79,7 @@ class Grading:
 
     async def _ask(self, grader: CommandGrader, run: PlannedRun, played: AgentEnd) -> list[Grade]:
         session = await self._client.session(run.session_id)
-        if not session["train"]:
+        if session.get("train") is False:
             return []  # what is not to be trained is not judged either
         turns = [turn async for turn in self._client.turns(run.session_id)]
         environment = {

@@ -75,6 +75,7 @@ def test_what_is_marked_between_the_claim_and_the_batch_is_not_trained_and_the_r
     with ledger.read() as conn:
         joined = sa.select(schema.sessions.c.session_id).join(schema.trained_sessions)
         trained = set(conn.execute(joined).scalars())
-        status = dict(conn.execute(sa.select(schema.groups.c.group_id, schema.groups.c.status)).tuples().all())
+        found = conn.execute(sa.select(schema.groups.c.group_id, schema.groups.c.status)).all()
+        status = {row.group_id: row.status for row in found}
     assert trained == {f"g-{group}-{run}" for group in (0, 2) for run in range(4)} - denied
     assert status == {"g-0": "trained", "g-1": "dropped", "g-2": "trained"}

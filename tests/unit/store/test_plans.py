@@ -41,7 +41,10 @@ NOT_RECORDED = {
 }
 LOST_RACES = {"sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
 """Call sites that run only if another transaction has created the same session meanwhile."""
-ONLY_ON_POSTGRESQL = {"archive.py: last_assigned(conn, groups.c.group_pk)"}
+ONLY_ON_POSTGRESQL = {
+    "archive.py: last_assigned(conn, groups.c.group_pk)",
+    "consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
+}
 """Call sites that send nothing on SQLite."""
 OTHER_GROUPS = 60
 MOST_GROWTH = 1.05
