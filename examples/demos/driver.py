@@ -41,6 +41,8 @@ from turnwise.rollouts.results import RunResult, is_failed, read_results
 from turnwise.settings import Settings, has_sections
 from turnwise.types import Json
 
+SESSION_SECONDS = "600"
+"""After which a session has failed: a crowded machine plays 32 at a time in minutes."""
 MAX_FAILED_SESSIONS = 5
 """Number of failed sessions after which the demo ends with the last session's error."""
 SPARE_TASKS = 4
@@ -243,7 +245,8 @@ class Demo:
         log = self._logs / f"{name}.log"
         places = ["--url", self._proxy, "--tasks", str(self._tasks_file(tasks or split))]
         places += ["--out", str(self._results(name)), "--split", split]
-        agent = ["--call", self.call, "--python", self.python, "--parallel", str(self.num_parallel), "--timeout", "120"]
+        agent = ["--call", self.call, "--python", self.python, "--parallel", str(self.num_parallel)]
+        agent += ["--timeout", SESSION_SECONDS]
         shown = {"training": "learning, sessions played"}.get(name, f"playing {name}")
         total = None if name == "training" else self._tasks_file(tasks or split).read_bytes().count(b"\n")
         with self._doing(shown, total) as advance:
