@@ -1,0 +1,69 @@
+"""A session with images through a real vLLM: captured, trained at the engine's logprobs, published and played again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from support.engines import RunningEngine, running_engine
+from support.proxies import StartProxy
+from support.running_trainer import GROUP_SIZE, GROUPS, running_trainer, wait_for_version
+from support.waiting import wait_until
+
+from examples.colour_words.agent import conversation
+from examples.colour_words.model import ensure_model
+from examples.colour_words.tasks import make_task
+from turnwise.client import Client
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory):
+    """A vLLM that serves an Idefics3 with random weights."""
+    directory = tmp_path_factory.mktemp("seeing")
+    model = ensure_model(directory / "model", seed=0, num_steps=0)
+    with running_engine(model, directory / "engine.log") as running:
+        yield running
+
+
+def play(client: Client, number: int) -> None:
+    """Play one group: two turns with images, the first of which every group has."""
+    for run in range(GROUP_SIZE):
+        session = client.create_session(
+            session_id=f"g{number}-{run}", group_id=f"g{number}", group_size=GROUP_SIZE, task_id=f"t{number}"
+        )
+        calls = session.openai().chat.completions
+        messages = conversation(make_task("train", 0, 0).for_agent()["pictures"])
+        for question in (None, make_task("train", number, 1).for_agent()["pictures"][run % 3]):
+            if question is not None:
+                parts = [{"type": "image_url", "image_url": {"url": question}}, {"type": "text", "text": "and this?"}]
+                messages.append({"role": "user", "content": parts})
+            reply = calls.create(model="small", messages=messages, max_completion_tokens=8, temperature=1.0)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        session.reward(random.Random(f"{number}/{run}").random())
+        session.end()
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_images_are_trained_at_the_engines_logprobs_and_published(
+    seeing: RunningEngine, start_proxy: StartProxy, tmp_path: Path, kind: str
+):
+    """Version 0 and version 1 sample; the engine has seen the first image before the load."""
+    proxy = start_proxy(seeing.url)
+    with Client(proxy.url) as client, running_trainer(proxy, seeing.model_dir, tmp_path, "--kind", kind):
+        for version in range(2):
+            for number in range(GROUPS):
+                play(client, GROUPS * version + number)
+            wait_for_version(client, version + 1, tmp_path / "trainer.log")
+        # Engines get a version before its groups are acknowledged.
+        wait_until(lambda: len(list(client.updates())) == 2, "both batches are acknowledged")
+        gauges = [update["metrics"] for update in client.updates()]
+    turns = [view.turn for view in proxy.turns()]
+    assert {turn.outcome.value for turn in turns} == {"exact"}
+    assert {len(turn.images) for turn in turns} == {3, 1}
+    assert {turn.policy_version_first for turn in turns} == {0, 1}
+    print(f"\nlargest gaps: {[each['logprob_gap_max'] for each in gauges]}")
+    assert all(each["logprob_gap_max"] <= 1e-4 for each in gauges), gauges
+    assert all(each["rows_shared"] for each in gauges)
