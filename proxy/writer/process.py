@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import REDACTED, STORED_IMAGE, Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
+_MEDIA_URL = re.compile(rf"data:[\w/.+;=-]{{0,200}};base64,[A-Za-z0-9+/=]*|{STORED_IMAGE.pattern}")
 MAX_BATCH = 256
 RETRY_SECONDS = 0.05
 """Pause before a transaction is tried again while the store is locked or unreachable."""
@@ -153,7 +155,7 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
 def redacted_document(document: Any, redact: Callable[[str], str]) -> Any:
     """Return a JSON document with all of its texts redacted, but for media in `data:` URLs and names of images."""
     if isinstance(document, str):
-        return document if document.startswith("data:") or STORED_IMAGE.fullmatch(document) else redact(document)
+        return document if _MEDIA_URL.fullmatch(document) else redact(document)
     if isinstance(document, list):
         return [redacted_document(each, redact) for each in document]
     if isinstance(document, dict):

@@ -102,6 +102,8 @@ def test_places_are_read_from_a_reply_and_taken_out_of_it() -> None:
     assert base64.b64decode(first)
 
 
-def test_a_redactor_of_numbers_leaves_the_names_of_images() -> None:
-    named = {"type": "image_url", "image_url": {"url": "image:" + "5" * 64}}
-    assert redacted_document(["call 555", named], lambda text: text.replace("5", "x")) == ["call xxx", named]
+def test_a_redactor_leaves_the_names_of_images_and_media_alone_and_no_text_that_begins_like_them() -> None:
+    media = [{"url": "image:" + "5" * 64}, {"url": "data:audio/wav;base64,555="}]
+    texts = ["call 555", "data: call 555", "data:text/plain,555", "data:a/b;base64,aa== call 555"]
+    found = redacted_document([*media, *texts], lambda text: text.replace("5", "x"))
+    assert found == [*media, *(text.replace("5", "x") for text in texts)]
