@@ -20,7 +20,7 @@ from turnwise.store.processes import forget_in_states
 from turnwise.store.retention import SESSIONS_AT_ONCE, copies_of
 from turnwise.store.rows import RowFormat, StoredRow
 from turnwise.store.schema import consent_marks, sessions
-from turnwise.store.selection import SessionFilter, session_row
+from turnwise.store.selection import SessionFilter, is_session, session_row
 from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page
 from turnwise.types import ConsentMark, ConsentOf, Session, SessionKey
 
@@ -116,6 +116,14 @@ def restrict_session(
     names = [session_id, *(f"{prefix}{number}" for number in range(2, newest + 1))]
     own = [sessions.c.tenant == tenant, is_among(conn.dialect, sessions.c.session_id, names)]
     return _restrict(conn, own, record, after, key=sessions.c.session_pk + 0)  # searched by names, not in key order
+
+
+def restrict_changed(conn: sa.Connection, session: Session) -> None:
+    """Mark a session that got another end user as marks deny it, with what derives from it."""
+    (marked,) = restricted(conn, [session])
+    own = is_session(session.tenant, session.session_id)
+    while not marked.train and _restrict(conn, own, marked.record, 0)[0]:
+        pass
 
 
 def inherit(conn: sa.Connection, session: SessionKey, source_ids: Collection[str]) -> None:

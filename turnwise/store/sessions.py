@@ -186,6 +186,8 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     conn.execute(sa.update(sessions).where(sessions.c.session_pk == row.session_pk).values(**values))
     if values.get("group_pk", row.group_pk) != row.group_pk:
         groups.leave(conn, [row.group_pk])
+    if "user_id" in changes:
+        consent.restrict_changed(conn, dataclasses.replace(stored, **changes))
     return read_session(conn, wanted.tenant, wanted.session_id)
 
 

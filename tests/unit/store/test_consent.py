@@ -90,6 +90,22 @@ def test_copies_and_sessions_that_continue_a_marked_one_are_marked_with_it_and_a
     assert (consent_of(database, "deep"), consent_of(database, "s")) == ((False, False), (False, True))
 
 
+@pytest.mark.parametrize("record", [True, False])
+def test_a_session_that_gets_a_marked_user_later_is_marked_with_its_copies(database, record) -> None:
+    apply(database, mark("user", "kim", record=record))
+    for name in ("open", "over"):
+        add_session(database, name, turns=1)
+    fork(database, "copy", "over-t1")
+    finish(database, "over")
+    with database.write() as conn:
+        for name in ("open", "over"):
+            changed = sessions.change_session(conn, Session(session_id=name, user_id="kim"), {"user_id"})
+            assert (changed.train, changed.record) == (False, record)
+    assert [consent_of(database, name) for name in ("open", "over", "copy")] == [(False, record)] * 3
+    with database.read() as conn:
+        assert claims.num_claimable(conn) == (0, 0)
+
+
 def fork(database: Database, session_id: str, turn_id: str) -> None:
     session = Session(session_id=session_id)
     with database.write() as conn:
