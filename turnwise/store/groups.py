@@ -29,6 +29,7 @@ from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Sessio
 log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
+PARTS_AT_ONCE = 500
 _TRAINABLE = [outcome.value for outcome in TRAINABLE_OUTCOMES]
 _OF_A_PART = frozenset(
     {
@@ -110,14 +111,17 @@ def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
 
 def drop_untrainable(conn: sa.Connection, group_pks: Collection[int]) -> None:
     """Drop the complete groups of these that no trainer holds, and in which no session is left to train."""
-    is_left = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.train == 1)
-    wanted = sa.and_(
-        is_among(conn.dialect, groups.c.group_pk, group_pks),
-        unindexed(groups.c.status).in_([GroupStatus.OPEN.value, GroupStatus.READY.value]),  # most groups may be open
-        groups.c.num_sessions >= groups.c.group_size,
-        ~is_left,
-    )
-    drop(wanted, "no_consent", "dropped %d groups without a session that may be trained").make(conn)
+    sampled = sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.policy_id == groups.c.policy_id)
+    is_complete = groups.c.num_sessions >= groups.c.group_size
+    for key, is_due, is_own in ((groups.c.group_pk, is_complete, sa.true()), (groups.c.part_of, sa.true(), sampled)):
+        is_left = sa.exists().where(sessions.c.group_pk == key, sessions.c.train == 1, is_own)
+        wanted = sa.and_(
+            is_among(conn.dialect, key, group_pks),
+            unindexed(groups.c.status).in_([GroupStatus.OPEN.value, GroupStatus.READY.value]),  # most may be open
+            is_due,
+            ~is_left,
+        )
+        drop(wanted, "no_consent", "dropped %d groups without a session that may be trained").make(conn)
 
 
 def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
@@ -300,6 +304,7 @@ def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
             unindexed(groups.c.status) != GroupStatus.OPEN.value,
             sessions.c.status != SessionStatus.OPEN.value,
             sessions.c.num_rewards > 0,
+            sessions.c.train == 1,
             turns.c.policy_id.is_not(None),
             turns.c.outcome.in_(_TRAINABLE),
         )
@@ -310,7 +315,8 @@ def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
         part |= {"num_finished": part["num_sessions"], "fencing_token": 0}
         if part["status"] == GroupStatus.CLAIMED:
             part["status"] = GroupStatus.READY.value
-    insert_new_rows(conn, groups, parts, "group_pk")
+    for start in range(0, len(parts), PARTS_AT_ONCE):
+        insert_new_rows(conn, groups, parts[start : start + PARTS_AT_ONCE], "group_pk")
 
 
 class Progress(NamedTuple):

@@ -17,6 +17,7 @@ from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import (
     arms,
     claims,
+    consent,
     experiences,
     groups,
     overview,
@@ -36,6 +37,8 @@ from turnwise.store.turns import append_turns
 from turnwise.types import (
     DEFAULT_POLICY,
     TRAINED_ROLES,
+    ConsentMark,
+    ConsentOf,
     Credit,
     PolicyKind,
     PolicyVersion,
@@ -306,6 +309,29 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(
     with database.write() as conn:
         retention.delete_sessions(conn, SessionFilter(tenant="default"))
         assert conn.execute(sa.select(schema.groups)).all() == []
+
+
+def test_a_part_without_a_session_that_may_be_trained_is_dropped_or_never_made(
+    database: Database, two: tuple[int, int]
+) -> None:
+    """B sampled in one of two sessions of each group of A, which is denied before the group is ready, or after."""
+    a, b = two
+    publish(database, adapter(1, a), adapter(2, b))
+    denied = ConsentMark(kind=ConsentOf.USER, name="kim")
+    for group_id in ("before", "after"):
+        of_group = {"group_id": group_id, "group_size": 2, "policy_id": a}
+        add_shared(database, f"{group_id}-1", {None: 1, b: 2}, user_id="kim", **of_group)
+        add_shared(database, f"{group_id}-2", {None: 1}, **of_group)
+    finish(database, "after-1")
+    finish(database, "after-2")
+    with database.write() as conn:
+        consent.restrict_marked(conn, denied)
+    finish(database, "before-1")
+    finish(database, "before-2")
+    with database.read() as conn:
+        assert [claims.num_claimable(conn, policy_id=each)[0] for each in two] == [2, 0]
+        parts = sa.select(schema.groups.c.group_id, schema.groups.c.reason).where(schema.groups.c.part_of.is_not(None))
+        assert [tuple(row) for row in conn.execute(parts)] == [("after", "no_consent")]
 
 
 def test_a_part_is_stale_and_in_flight_by_its_own_versions(database: Database, two: tuple[int, int]) -> None:
