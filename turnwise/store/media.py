@@ -30,15 +30,23 @@ class Media(NamedTuple):
 
 def add_media(conn: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
     """Store the images of new turns' rows, as far as they are not stored, and note that their sessions have them."""
-    for row in rows:
-        tenant, session_pk = row["tenant"], row["session_pk"]
-        new: Mapping[str, Media] = row.get("media") or {}
-        for digest, (media_type, content) in sorted(new.items()):
+    named = [(row, set(image_digests(json.loads(row["messages"])))) for row in rows]
+    among = (
+        is_among(conn.dialect, media.c.tenant, {row["tenant"] for row in rows}),
+        is_among(conn.dialect, media.c.digest, set().union(*(digests for _, digests in named))),
+    )
+    stored = sa.select(media.c.tenant, media.c.digest).where(*among).order_by(*media.primary_key)
+    # Locked, they stay until the links are committed; a deletion that was first is waited for, and they are new then.
+    present = {tuple(found) for found in conn.execute(stored.with_for_update(read=True, key_share=True))}
+    for row, digests in named:
+        tenant, new = row["tenant"], row.get("media") or {}
+        for digest in sorted(digest for digest in digests & new.keys() if (tenant, digest) not in present):
+            media_type, content = new[digest]
             values = {"tenant": tenant, "digest": digest, "media_type": media_type, "content": content}
             insert_new_rows(conn, media, [values], "1")
-        wanted = is_among(conn.dialect, media.c.digest, set(image_digests(json.loads(row["messages"]))))
-        present = conn.execute(sa.select(media.c.digest).where(media.c.tenant == tenant, wanted)).scalars()
-        links = [{"session_pk": session_pk, "digest": digest, "tenant": tenant} for digest in sorted(present)]
+            present.add((tenant, digest))
+        found = sorted(digest for digest in digests if (tenant, digest) in present)
+        links = [{"session_pk": row["session_pk"], "digest": digest, "tenant": tenant} for digest in found]
         insert_new_rows(conn, session_media, links, "1")
 
 

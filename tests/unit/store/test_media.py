@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
+from support.waiting import assert_stays
 
 from turnwise import chains
 from turnwise.commands.export import _sessions
@@ -94,6 +96,32 @@ def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled: Da
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert bool(files) is is_a_file
     assert not any(FILE[:40] in file.read_bytes() for file in files)
+
+
+def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled: Database) -> None:
+    with filled.write() as connection:
+        for session_id in ("a", "b"):
+            retention.delete_session(connection, "default", session_id)
+    add_session(filled, "late", turns=0)
+    turn = with_image("late-t1", "late")
+    appended: list[Future[None]] = []
+
+    def show(*statement: Any) -> None:
+        """Append the turn when the image is locked, but not deleted yet."""
+        if str(statement[2]).startswith("DELETE FROM media"):
+            appended.append(pool.submit(append, filled, turn, **{DIGEST: media.Media("image/png", FILE)}))
+            assert_stays(lambda: not appended[-1].done(), "the turn waits for the deletion", seconds=0.5)
+
+    with ThreadPoolExecutor(1) as pool:
+        with filled.write() as connection:
+            links = sa.select(schema.session_media.c.session_pk).where(schema.session_media.c.tenant == "default")
+            first, last = connection.execute(links).scalars().all()
+            assert media.sweep_media(connection, first)
+            sa.event.listen(connection, "before_cursor_execute", show)
+            assert media.sweep_media(connection, last)
+        appended[0].result(timeout=60)
+    with filled.read() as connection:
+        assert media.read_media(connection, "default", [DIGEST], session_id="late")
 
 
 def test_an_archive_takes_images_out_and_brings_them_back(filled: Database, tmp_path: Path) -> None:
