@@ -52,8 +52,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 AddrInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-_EMBEDS_IPV4 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
-"""Addresses behind which a gateway calls any IPv4 address."""
+_NOT_GLOBAL = [ipaddress.IPv6Network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "fec0::/10", "3fff::/20")]
+"""Addresses behind which a gateway calls any IPv4 address, those of a site, and those of documentation."""
 
 
 class Images:
@@ -249,7 +249,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     """Return whether an address is one of the public internet, with the IPv4 address that it may stand for."""
     if isinstance(address, ipaddress.IPv6Address):
-        if any(address in network for network in _EMBEDS_IPV4) or address.teredo or address.sixtofour:
+        if any(address in network for network in _NOT_GLOBAL) or address.teredo or address.sixtofour:
             return False
         address = address.ipv4_mapped or address
     return address.is_global and not address.is_multicast and not address.is_reserved

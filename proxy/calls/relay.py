@@ -169,7 +169,8 @@ class Relay:
         lane = running.lane = await self._pool.admit(place.session, call.policy_version, has_waited=running.has_waited)
         running.version_first = running.version_last = lane.sampled_version
         running.engine_share = lane.engine.call_share
-        if self._needs_usage and call.stream and not call.body.get("stream_options"):
+        options = call.body.get("stream_options") or {}
+        if self._needs_usage and call.stream and isinstance(options, dict) and not options.get("include_usage"):
             call.body = {**call.body, "stream_options": {"include_usage": True}}
             running.captured.hides_usage = True
         self._faults.point("before_engine")

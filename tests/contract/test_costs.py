@@ -61,6 +61,7 @@ def test_a_whole_call_costs_its_prompt_once_and_all_that_was_sampled(priced, n):
         ("v1/chat/completions", BODY),
         ("v1/chat/completions", BODY | {"logprobs": True}),
         ("v1/chat/completions", BODY | {"stream_options": {"include_usage": True}}),
+        ("v1/chat/completions", BODY | {"stream_options": {"include_usage": False, "continuous_usage_stats": True}}),
         ("v1/completions", {"model": "anything", "prompt": "Hello."}),
         ("v1/responses", {"model": "anything", "input": "Hello."}),
         ("v1/messages", BODY | {"max_tokens": 900}),
@@ -74,7 +75,7 @@ def test_a_stream_counts_cached_tokens_and_shows_usage_only_to_who_asked(priced,
     [view] = priced.turns("s")
     assert cost_at(priced, "s") == cost_of(view.turn)
     if route.endswith("completions"):
-        assert ('"usage"' in reply.text) == ("stream_options" in body)
+        assert ('"usage"' in reply.text) == body.get("stream_options", {}).get("include_usage", False)
 
 
 @pytest.fixture

@@ -205,6 +205,7 @@ def test_no_private_address_is_called_by_name_number_or_redirect(
         ("::1", False),
         ("fe80::1", False),
         ("fd00::1", False),
+        ("fec0::1", False),
         ("::ffff:10.0.0.1", False),
         ("64:ff9b::a00:1", False),
         ("2002:a00:1::", False),
