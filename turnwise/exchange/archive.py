@@ -123,8 +123,13 @@ def _sessions_in(batch: Path) -> list[tuple[str, str]]:
 def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
     import pyarrow.parquet
 
+    paths = {name: batch / f"{name}.parquet" for name in stored_archive.TABLES}
     return stored_archive.grouped(
-        {name: pyarrow.parquet.read_table(batch / f"{name}.parquet").to_pylist() for name in stored_archive.TABLES}
+        {
+            name: pyarrow.parquet.read_table(path).to_pylist()
+            for name, path in paths.items()
+            if name not in stored_archive.LATER_TABLES or path.exists()
+        }
     )
 
 

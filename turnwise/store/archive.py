@@ -33,6 +33,8 @@ OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, sessi
 TABLES = {table.name: table for table in (groups, sessions, media, *OF_SESSIONS)}
 ROWS_AT_ONCE = 256
 FILES_AT_ONCE = 10
+LATER_TABLES = {media.name, session_media.name}
+"""Older archives have no file of these, nor the columns that became part of other tables with them."""
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
@@ -72,7 +74,7 @@ class ArchivedSession(NamedTuple):
 
 def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
     """Store a session again; return False if a session of this tenant and id is stored."""
-    row = archived.session
+    row = {"key_id": None, "train": 1, "record": 1, **archived.session}
     named = {name: row[name] for name in ("tenant", "session_id", "user_id", "key_id", "continues")}
     (marked,) = consent.restricted(conn, [Session(**named, train=bool(row["train"]), record=bool(row["record"]))])
     row = {**row, "train": int(marked.train), "record": int(marked.record)}

@@ -103,15 +103,20 @@ def test_what_another_policy_trained_of_a_group_leaves_and_comes_back_with_it(
     assert [[turn["policy"] for turn in each["turns"]] for each in shown] == [["default", None]]
 
 
-def test_an_archive_of_before_sessions_had_several_policies_is_restored(database: Database, tmp_path: Path) -> None:
-    """So a store comes to a commit with other tables: what its rows lack stays null."""
+def test_an_archive_of_before_images_consent_and_several_policies_is_restored(
+    database: Database, tmp_path: Path
+) -> None:
+    """So a store comes to a commit with other tables: what its rows lack stays null, and its sessions are trained."""
     fill(database)
     before = stored(database)
     archive.archive(database, tmp_path, LATER)
     (batch,) = tmp_path.glob("batch-*")
-    for name, column in (("turns", "policy_id"), ("groups", "part_of")):
+    columns = {"turns": ["policy_id", "images"], "groups": ["part_of"], "sessions": ["key_id", "train", "record"]}
+    for name, later in columns.items():
         file = batch / f"{name}.parquet"
-        parquet.write_table(parquet.read_table(file).drop_columns([column]), file)
+        parquet.write_table(parquet.read_table(file).drop_columns(later), file)
+    for name in ("media", "session_media"):
+        (batch / f"{name}.parquet").unlink()
     assert archive.restore(database, tmp_path) == 2
     assert stored(database) == before
 
