@@ -36,12 +36,12 @@ PIXEL_BYTES = 1 << 30
 """Processed images that are kept between rows."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 BACKENDS = ("torchvision", "pil")
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
 """Mean |ours − the model's own forward pass| of a token, in nats, up to which both are the same in a precision."""
 SIZES_DIM = 2
 """Dimensions of a tensor of sizes, such as the numbers of an image's patches; masks of pixels have more."""
-AFTER = 8
-"""Tokens behind an image that are compared."""
+AROUND = 8
+"""Tokens before and behind an image that are compared; more of a long text would hide what differs at the image."""
 
 
 class Unseen(Exception):
@@ -142,8 +142,12 @@ class Vision:
         So a model whose tokens of an image see one another, for example, is refused.
         """
         first, *others = experience.images
-        stop = min([first.offset + first.length + AFTER, *(other.offset for other in others)])
-        tokens = experience.tokens[:stop].astype(np.int64)
+        begin = max(0, first.offset - AROUND)
+        stop = min([first.offset + first.length + AROUND, *(other.offset for other in others)])
+        tokens = experience.tokens[begin:stop].astype(np.int64)
+        first = dataclasses.replace(
+            first, offset=first.offset - begin, runs=tuple((start - begin, length) for start, length in first.runs)
+        )
         seen = np.isin(np.arange(len(tokens)), _embedded(first))
         tokens[(tokens == self._model.config.image_token_id) & ~seen] = 0  # a sampled placeholder
         layout, (path,) = side_by_side([tokens])
@@ -162,7 +166,7 @@ class Vision:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return f"media_model: {self._source!r} computes no image here ({str(error)[:200]})"
         own = logits[:-1].float().log_softmax(-1).gather(1, ids[0, 1:, None].to(self._device))[:, 0].cpu()
-        gap, allowed = float((own - ours).abs().mean()), TOLERANCE.get(logits.dtype, 0.1)
+        gap, allowed = float((own - ours).abs().mean()), TOLERANCE.get(logits.dtype, 1e-2)
         if gap <= allowed:
             return None
         return f"media_model: {self._source!r} computes images in another way, which differs by {gap:.2g} nats a token"

@@ -214,10 +214,12 @@ def test_an_adapter_is_not_trained_beside_whole_weights_of_the_vision_part(tmp_p
         loaded(make_vision_model(tmp_path, "Idefics3"), vision="all", kind="lora")
 
 
-def test_a_model_whose_tokens_of_an_image_see_one_another_is_refused_by_name(tmp_path):
-    """Gemma 3's mask lets them."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_whose_tokens_of_an_image_see_one_another_is_refused_by_name(tmp_path, dtype):
+    """Gemma 3's mask lets them, however long the text before the image is."""
     directory = make_vision_model(tmp_path, "Gemma3")
-    reason = loaded(directory).why_unseen(Chains(directory).chain("s", [1, 2], A, [3], (5,)))
+    text = np.random.default_rng(0).integers(1, IMAGE, 400).tolist()
+    reason = loaded(directory, dtype=dtype).why_unseen(Chains(directory).chain("s", text, A, [3], (5,)))
     assert reason is not None
     assert reason.startswith("media_model: ")
 
