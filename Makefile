@@ -27,7 +27,7 @@ setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for
 # On a terminal pip shows what it downloads; a log has only what went wrong.
 PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
 # The CPU build of vLLM needs the CPU build of torch on Linux, which PyPI does not have.
-TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

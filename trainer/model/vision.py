@@ -220,7 +220,8 @@ class Vision:
         num_tokens, num_features = sum(length for _, length in image.runs), self._count(pixels)
         if num_tokens != num_features:
             raise Unseen(f"it has {num_tokens} tokens in its turn, and {num_features} features here")
-        self._pixels_of[key] = pixels
+        with contextlib.suppress(ValueError):  # it is larger than all that is kept
+            self._pixels_of[key] = pixels
         return pixels
 
     def _processed(self, image: PlacedImage) -> Pixels:

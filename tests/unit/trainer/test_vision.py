@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from cachetools import LRUCache
 from safetensors.torch import load_file
 from support.tiny_models import make_model
 from support.tiny_vision import IMAGE, KINDS, VOCABULARY, Chains, make_vision_model, picture
@@ -181,6 +182,16 @@ def test_pixels_decide_and_not_the_settings_of_a_processor(directory, chains):
     for pixels in (made, made.bfloat16(), plain.to(torch.uint8)):
         image = dataclasses.replace(chain.images[0], processor="of another version", pixels=pixels_digest(pixels))
         assert policy.why_unseen(dataclasses.replace(chain, images=(image,))) is None, pixels.dtype
+
+
+def test_an_image_that_is_larger_than_all_that_is_kept_is_computed(directory, chains):
+    policy = loaded(directory)
+    policy.vision._pixels_of = LRUCache(0, policy.vision._pixels_of.getsizeof)
+    chain = chains.chain("s", [1, 2], A, [3], (5,))
+    assert policy.why_unseen(chain) is None
+    torch.testing.assert_close(
+        computed(policy, batch_of(chain), None)[0], computed(loaded(directory), batch_of(chain), None)[0]
+    )
 
 
 def test_a_model_that_sees_none_refuses_images_by_name(tmp_path, chains):
