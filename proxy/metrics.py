@@ -164,6 +164,11 @@ class Metrics:
         self.last_update_trained_share = self._newest(
             "turnwise_last_update_trained_share", "Share of the sampled tokens of the last update's batch with a loss"
         )
+        self.trained_share = self._newest(
+            "turnwise_trained_share",
+            "Share of the sampled tokens that were trained, of the newest 200 sessions that have been or were dropped",
+            ["by", "name", "tenant"],
+        )
 
     def _add_engines(self) -> None:
         """Add the metrics of engines and of the versions that they serve."""

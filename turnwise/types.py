@@ -247,6 +247,8 @@ class Session:
     opened_by: str | None = None
     """`api` for a session created by `POST /v1/sessions`, `call` for one created by its first call, `import` for an
     imported one."""
+    agent: str | None = None
+    """The product that the `User-Agent` of the call that created it names first; None for other sessions."""
     continues: str | None = None
     """The session that this one continues: the application used the same id after that session was over."""
     policy_id: int = DEFAULT_POLICY

@@ -79,6 +79,7 @@ class Call:
     session_source: str | None = None
     """Where the request names it: `path`, `x-session-id`, `metadata`, or the name of a native id."""
     agent_id: str | None = None
+    agent: str | None = None
     train: bool = True
     """False: the call, or its key, denies that its session is trained."""
     record: bool = True

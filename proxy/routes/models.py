@@ -268,6 +268,9 @@ PolicyPage = page_model(
         list[ListedPolicy],  # type: ignore[valid-type]
         "The default policy and the tenant's own ones.",
     ),
+    trained_shares=_field(
+        list[updates.TrainedShare], "With `summary=true`, what was trained of the newest 200 sessions; else empty."
+    ),
 )
 
 

@@ -44,7 +44,7 @@ router = APIRouter(tags=["operations"])
 log = logging.getLogger(__name__)
 
 control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
-OF_POLICIES = b"turnwise_named_policy_version{"
+OF_TENANTS = (b"turnwise_named_policy_version{", b"turnwise_trained_share{")
 NO_ANSWER = f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
@@ -273,11 +273,11 @@ async def metrics(request: Request, services: Here) -> Response:
 
 
 def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
-    """Return metrics without the lines about policies of other tenants than this one."""
+    """Return metrics without the lines about other tenants than this one."""
     escaped = tenant.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
     own = f',tenant="{escaped}"}} '.encode()
     lines = rendered.split(b"\n")
-    return b"\n".join(each for each in lines if not each.startswith(OF_POLICIES) or own in each)
+    return b"\n".join(each for each in lines if not each.startswith(OF_TENANTS) or own in each)
 
 
 def _read_gauges(connection: Connection, metrics: Metrics) -> None:
@@ -297,6 +297,8 @@ def _read_gauges(connection: Connection, metrics: Metrics) -> None:
         share = update.metrics.get("trained_share")
         if share is not None:
             metrics.last_update_trained_share.set(share)
+    for each in updates.trained_shares(connection):
+        metrics.trained_share.labels(each.by, each.name, each.tenant).set(each.num_trained / (each.num_sampled or 1))
 
 
 KEEP_ALIVE_SECONDS = 15.0

@@ -35,7 +35,7 @@ from proxy.routes.control import (
 )
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
-from turnwise.store import arms, policies, serving, statements, versions
+from turnwise.store import arms, policies, serving, statements, updates, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
@@ -139,7 +139,8 @@ async def list_policies(
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
     own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)
-    return page(listed, has_more=more, pinned_version=pinned, key_policy=own, policies=rows)
+    shares = await services.database.fetch(updates.trained_shares, principal.tenant) if summary else []
+    return page(listed, has_more=more, pinned_version=pinned, key_policy=own, policies=rows, trained_shares=shares)
 
 
 async def _summaries(services: Services, principal: Principal, named: list[Policy]) -> dict[int, Json]:

@@ -343,6 +343,7 @@ def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
         train=call.train,
         record=call.record,
         opened_by="call",
+        agent=call.agent,
     )
 
 

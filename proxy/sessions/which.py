@@ -28,6 +28,7 @@ SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
 """Valid session ids. They are part of URLs and headers, so no character needs escaping, and no id is `..`."""
 _SESSION_ID = re.compile(SESSION_ID)
 _MAX_NATIVE_ID = 200
+_MAX_AGENT = 64
 MAX_STEP = 2**31 - 1
 MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
@@ -106,7 +107,7 @@ EXPLICIT_SOURCES = ("path", OWN_HEADER, "metadata")
 
 
 def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str], principal: Principal) -> None:
-    """Set the session, step, key and consent that the request names; a session key's session is its own.
+    """Set the session, agent, step, key and consent that the request names; a session key's session is its own.
 
     Args:
         call: the call.
@@ -120,6 +121,7 @@ def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collect
         Forbidden: the caller's key is for another session than the one that the request names.
     """
     metadata = call.body.get("metadata") or {}
+    call.agent = headers.get(b"user-agent", b"").decode("latin-1").replace("/", " ").split(" ")[0][:_MAX_AGENT] or None
     name_session(call, path_id, headers, ignored)
     if principal.session_id is not None:
         if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:

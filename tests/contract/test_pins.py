@@ -62,6 +62,17 @@ def test_a_greedy_call_without_a_session_id_explores_and_its_counted_tokens_do_n
     assert "turnwise_explored_total 1.0" in httpx2.get(f"{proxy.url}/metrics").text
 
 
+def test_a_session_knows_the_agent_that_opened_it(start_proxy, fake_engine):
+    proxy = start_proxy(fake_engine.url)
+    named = {"by-call": "codex_cli_rs/0.1 (Linux)", "bare": "Pi"}
+    for session, agent in named.items():
+        body, headers = {"model": "fake", "messages": [SAY]}, {"user-agent": agent}
+        httpx2.post(f"{proxy.session_v1(session)}/chat/completions", json=body, headers=headers).raise_for_status()
+    httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "by-api"}).raise_for_status()
+    agents = [httpx2.get(f"{proxy.v1}/sessions/{name}").json()["agent"] for name in (*named, "by-api")]
+    assert agents == ["codex_cli_rs", "Pi", None]
+
+
 def test_of_the_four_pins_the_keys_wins_over_the_policys_the_tenants_and_the_proxys():
     pins = {"key:k": {"top_k": 4}, "policy:p": {"top_k": 3, "top_p": 0.3}, "*": {"top_k": 1, "min_p": 0.1}}
     pins["tenant:t"] = {"top_k": 2, "top_p": 0.2, "seed": 2}

@@ -321,6 +321,7 @@ OF_TENANT: dict[str, Ask] = {
     "how a session's calls are sampled": lambda c: turns.newest_samplings(c, "t", "s"),
     "how a tenant's calls are sampled": lambda c: turns.newest_samplings(c, "t"),
     "what a tenant's versions earned": lambda c: arms.earned(c, "t"),
+    "what of a tenant was trained": lambda c: updates.trained_shares(c, "t"),
     "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
     "a new session of a group": lambda c: sessions.create_session(c, _session("n", group_id="g")),
     "a session that exists": lambda c: sessions.create_session(c, _session("s")),
@@ -374,6 +375,7 @@ GROWING_WITH_THE_TENANT = frozenset(
         "counts of a tenant",
         "how a tenant's calls are sampled",
         "what a tenant's versions earned",
+        "what of a tenant was trained",
         "the number of a tenant's sessions",
         "an export of a tenant",
         "experiences of a tenant",
@@ -384,6 +386,7 @@ GROWING_WITH_THE_TENANT = frozenset(
 
 OF_ALL: dict[str, Ask] = {
     "what all versions earned": lambda c: arms.earned(c, None),
+    "what of all was trained": updates.trained_shares,
     "how all calls are sampled": lambda c: turns.newest_samplings(c, None),
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),

@@ -276,7 +276,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     of_sessions = is_among(conn.dialect, costs.c.session_pk, pks)
     conn.execute(sa.update(costs).where(of_sessions).values(session_pk=None))
     nothing = dict.fromkeys(
-        ("group_pk", "group_id", "group_size", "task_id", "user_id", "key_id", "termination_reason")
+        ("group_pk", "group_id", "group_size", "task_id", "user_id", "key_id", "agent", "termination_reason")
     )
     conn.execute(
         sa.update(sessions)

@@ -161,7 +161,7 @@ function versionTable(versions, changed) {
 }
 
 // What each policy holds, side by side; the default policy alone is not compared with anything.
-const summaries = remembered(REFRESH_MS, () => optional("v1/policies?summary=true&limit=1", {policies: []}));
+const summaries = remembered(REFRESH_MS, () => optional("v1/policies?summary=true&limit=1", {policies: [], trained_shares: []}));
 async function policyComparison(versions) {
   const {policies} = await summaries();
   const cost = policies.some(({summary}) => money(summary.cost)) ? ["cost#"] : [];
@@ -173,6 +173,13 @@ async function policyComparison(versions) {
     lift(name) ? make("span", {title: `${signed(lift(name).low)} to ${signed(lift(name).high)}`}, signed(lift(name).mean)) : "",
     number(own.num_sessions), number(own.num_trained_tokens), own.trained_share === null ? "" : number(own.trained_share), own.last_update_at ? ago(own.last_update_at) : "", own.num_bytes === null ? "" : number(own.num_bytes / 1e6), ...cost.map(() => money(own.cost))]);
   return card("Policies", table(["policy", "serves", "versions#", "lift over the hold-out#", "sessions#", "trained tokens#", "trained share#", "last update", "MB on disk#", ...cost], rows));
+}
+
+// Of which agents, keys and policies the newest sessions were trained, and why the other tokens were not.
+async function trainedShares() {
+  const why = (each) => Object.entries(each.left_out).map(([reason, size]) => `${reason} ${number(size)}`).join(", ");
+  const rows = (await summaries()).trained_shares.map((each) => [each.by, each.name, number(each.num_sampled), number(each.num_trained / (each.num_sampled || 1)), why(each)]);
+  return rows.length ? card("What was trained of the newest sessions", table(["by", "name", "sampled tokens#", "trained share#", "tokens of the others"], rows)) : "";
 }
 
 // The versions of each policy beside its name; those of the default policy alone need none.
@@ -251,7 +258,7 @@ export async function runs(from, to) {
     heading.textContent = `${plural(updates.length, "update")}, ${plural(versions.filter((each) => each.version > 0).length, "policy version")}`;
     words.replaceChildren(...trainerWords(counts.trainers ?? []));
     const policies = await policyComparison(versions);
-    served.replaceChildren(policies ?? "", versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(metrics) ?? "");
+    served.replaceChildren(policies ?? "", await trainedShares(), versions.length ? policyTables(versions, fill) : empty("No version is published. A trainer publishes one after each update:", "turnwise up"), canaries(metrics) ?? "");
     return versions;
   };
   const versions = await fill(), trained = versions.filter((each) => each.version > 0);

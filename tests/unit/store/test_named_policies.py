@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from support import store_fill
 from support.ledger_samples import add_finished, finish, make_turn, sampled_by, update_record
 
 from proxy.routes.summaries import summarise_updates
@@ -302,6 +303,8 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(
         None,
     )
     with database.write() as conn:
+        of_policies = [each for each in updates.trained_shares(conn) if each.by == "policy"]
+        assert [(each.name, each.num_sampled) for each in of_policies] == [("support", 10)]  # five turns of both
         rewards.add_rewards(conn, [Reward(session_id="s1", value=0.0)], retrain=True)
         assert [claims.num_claimable(conn, policy_id=each)[0] for each in two] == [1, 1]
         in_updates = updates.groups_of(conn, "default", [1, 2])
@@ -517,3 +520,28 @@ def test_the_trained_share_of_a_policy_is_that_of_its_last_update(database: Data
             conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
         found = policies.summarise_policies(conn)
     assert [found[policy_id].trained_share for policy_id in (*two, DEFAULT_POLICY)] == [0.75, 0.5, None]
+
+
+def test_what_was_trained_is_counted_by_agent_key_and_policy_with_the_reasons_of_the_rest(database: Database) -> None:
+    """Each turn has two sampled tokens. One of two turns of a trained session carried loss, and none of two others."""
+    with database.write() as conn:
+        versions.publish_version(conn, PolicyVersion(version=0, path="base"))
+    add_finished(database, "told", tenant="t", turns=2, agent="codex", key_id="k1")
+    add_finished(database, "greedy", tenant="t", agent="pi", key_id="k1", of_turns={"sampling": {"temperature": 0}})
+    add_finished(database, "same", tenant="t", key_id="k2")
+    add_finished(database, "other", tenant="u", agent="pi", key_id="k3")
+    with database.write() as conn:
+        store_fill.acknowledge(conn, 1, "told")
+    add_finished(database, "waits", tenant="t", agent="pi", key_id="k1")
+    with database.read() as conn:
+        found = {(each.by, each.name): each for each in updates.trained_shares(conn, "t")}
+        assert {each.tenant for each in updates.trained_shares(conn)} == {"t", "u"}
+    counts = {name: (each.num_sampled, each.num_trained, each.left_out) for name, each in found.items()}
+    assert counts == {
+        ("agent", "codex"): (4, 2, {"not_chosen": 2}),
+        ("agent", "pi"): (2, 0, {"greedy": 2}),
+        ("agent", "unknown"): (2, 0, {"refused": 2}),
+        ("key", "k1"): (6, 2, {"not_chosen": 2, "greedy": 2}),
+        ("key", "k2"): (2, 0, {"refused": 2}),
+        ("policy", "default"): (8, 2, {"not_chosen": 2, "greedy": 2, "refused": 2}),
+    }
