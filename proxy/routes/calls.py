@@ -124,6 +124,7 @@ class SampleEndpoint(Endpoint):
             if earlier is not None and earlier.answer is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
+                await self._deny(reply.call, principal.tenant, reply.headers[SESSION])
                 await (reply.part(earlier.answer, is_last=True) if reply.call.stream else reply.whole(earlier.answer))
             elif admission.running is not None:
                 admission.answer = await self._reply_to(admission.running, reply)
@@ -162,12 +163,16 @@ class SampleEndpoint(Endpoint):
         admission.running = await services.relay.begin(call, principal, attempt)
         live = admission.running.place.live
         if not call.train and (live.session.train or live.session.record > call.record):
-            name = live.session.session_id
-            of = live.session.tenant, name, next_prefix(name), call.record
-            await services.restrict(consent.restrict_session, *of)
+            await self._deny(call, live.session.tenant, live.session.session_id)
             live.session = dataclasses.replace(live.session, train=False, record=live.session.record and call.record)
         reply.headers[SESSION] = live.session.session_id
         return None
+
+    async def _deny(self, call: Call, tenant: str, session_id: str) -> None:
+        """Mark the session of a call, or of the answer that it gets, as the call asks."""
+        if not call.train:
+            of = tenant, session_id, next_prefix(session_id), call.record
+            await self._services.restrict(consent.restrict_session, *of)
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         metrics = self._services.metrics

@@ -189,6 +189,14 @@ def test_parallel_first_calls_and_a_retry_of_which_one_denies_leave_one_marked_s
     assert (session.train, session.num_turns) == (False, 9)
 
 
+def test_a_retry_that_denies_marks_the_session_of_the_answer_that_it_gets(proxy):
+    assert call(proxy, "s", "Once.", idempotency_key="k") == call(
+        proxy, "s", "Once.", idempotency_key="k", x_record="false"
+    )
+    [session] = proxy.sessions()
+    assert (session.train, session.record, session.num_turns) == (False, False, 1)
+
+
 def test_a_demonstration_of_a_marked_session_is_in_a_marked_session(proxy):
     call(proxy, "s", x_train="false")
     turn_id = proxy.turns("s")[0].turn.turn_id
