@@ -151,16 +151,14 @@ class Vision:
         seen = np.isin(np.arange(len(tokens)), _embedded(first))
         tokens[(tokens == self._model.config.image_token_id) & ~seen] = 0  # a sampled placeholder
         layout, (path,) = side_by_side([tokens])
-        ours = logprobs(
-            Row(layout=layout, predictor=path[:-1], token=path[1:], pictured=[(path, (first,))]),
-            torch.from_numpy(tokens[1:]),
-        )
+        row = Row(layout=layout, predictor=path[:-1], token=path[1:], pictured=[(path, (first,))])
         kinds = torch.from_numpy(seen.astype(np.int64))[None]
         ids = torch.from_numpy(tokens)[None]
         text = {"input_ids": ids, "mm_token_type_ids": kinds, "token_type_ids": kinds}
         accepted = inspect.signature(self._model.forward).parameters
         given = {name: value for name, value in text.items() if name in accepted} | dict(self._pixels(first))
         try:
+            ours = logprobs(row, torch.from_numpy(tokens[1:]))
             with torch.no_grad(), self._autocast():
                 logits = self._model(**{name: value.to(self._device) for name, value in given.items()}).logits[0]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

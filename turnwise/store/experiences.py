@@ -196,7 +196,8 @@ def _with_files(conn: sa.Connection, tenant: str, turns: Sequence[Turn]) -> list
     files = read_media(conn, tenant, digests)
 
     def with_file(image: Json) -> Json:
-        return {**image, "content": files[image["digest"]].content}
+        file = files.get(image["digest"])
+        return {**image, "content": b"" if file is None else file.content}
 
     return [dataclasses.replace(turn, images=turn.images and list(map(with_file, turn.images))) for turn in turns]
 
