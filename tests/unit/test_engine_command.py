@@ -221,7 +221,7 @@ def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeyp
 
 def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(EngineError, match=r"\.\[engine-cpu\]"):
+    with pytest.raises(EngineError, match=r"turnwise\[engine-cpu\]"):
         check_startable(EngineSettings(model=str(model_dir)))
 
 

@@ -45,7 +45,8 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
 
 
 def place_of(call: Call, reason: str | None = None) -> CallPlace:
-    return CallPlace(LiveSession(SESSION), conversation_of(call), reason=reason)
+    live = LiveSession(SESSION)
+    return CallPlace(live, SESSION, live.forest, conversation_of(call), reason=reason)
 
 
 def extending(call: Call) -> CallPlace:
@@ -101,7 +102,7 @@ def only(turns: list[NewTurn]) -> NewTurn:
 
 def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
-    captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, {"served"})
+    captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, models={"served"})
     captured.choices[0].fields |= {"unheard_of": 1, "refusal": None}
     turn = only(built(call, place_of(call), captured))
     assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)

@@ -159,6 +159,8 @@ def test_a_first_call_with_a_foreign_history_has_no_break_reason():
 
 
 class Canned:
+    is_local = True
+
     def __init__(self, refuses: Unsafe | None = None) -> None:
         self.refuses = refuses
         self.seen: list[Continued] = []
@@ -174,7 +176,8 @@ async def extended(
     forest: TurnForest, parent: KnownTurn, template: Canned | None, messages: list[Json], **fields: object
 ) -> CallPlace:
     wanted = call(messages, **fields)
-    place = CallPlace(LiveSession(Session(session_id="s"), forest), conversation_of(wanted))
+    live = LiveSession(Session(session_id="s"), forest)
+    place = CallPlace(live, live.session, forest, conversation_of(wanted))
     await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)  # type: ignore[arg-type]
     return place
 
@@ -251,7 +254,8 @@ async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_
     forest = TurnForest()
     parent, sounding = stored(forest, "t1", [USER], "A"), call([USER, said("A"), NEXT])
     sounding.has_other_media = True
-    place = CallPlace(LiveSession(Session(session_id="s"), forest), conversation_of(sounding))
+    live = LiveSession(Session(session_id="s"), forest)
+    place = CallPlace(live, live.session, forest, conversation_of(sounding))
     await extend(place, sounding, parent, parent.tokens, Canned(), keep_thinking=False)
     assert place.reason == "media"
     assert (await planned(None, [USER, said("A"), NEXT])).reason == "template_unknown"

@@ -106,7 +106,8 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     call = dialect.parse(body, max_choices=4, max_messages=10)
-    place = CallPlace(LiveSession(Session(session_id="s", tenant="team")), conversation_of(call))
+    live = LiveSession(Session(session_id="s", tenant="team"))
+    place = CallPlace(live, live.session, live.forest, conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
     state = Running(call, place, attempt)
     engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)
