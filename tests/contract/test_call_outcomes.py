@@ -226,7 +226,7 @@ def test_a_stream_that_ends_within_an_event_is_aborted_although_its_choice_has_f
         assert (turn["outcome"], turn["reason"], turn["finish_reason"]) == ("aborted", "engine_broke_off", "stop")
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_beam_search_and_media_are_untrainable(
 ) -> None:
     assert shared_engine.url
     ask(proxy, session_id, use_beam_search=True)
-    ask(proxy, session_id, messages=[{"role": "user", "content": [{"type": "text", "text": "Look."}, PICTURE]}])
+    ask(proxy, session_id, messages=[{"role": "user", "content": [{"type": "text", "text": "Look."}, SOUND]}])
     ask(proxy, session_id)
     ended = [(view.turn.outcome, view.turn.reason) for view in proxy.turns(session_id)]
     assert ended == [(Outcome.UNTRAINABLE, "beam_search"), (Outcome.UNTRAINABLE, "media"), (Outcome.EXACT, None)]

@@ -74,6 +74,7 @@ def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
         "readyz",
         "metrics",
         "v1/budget",
+        "v1/consent",
         "v1/counts",
         "v1/doctor",
         "v1/events",

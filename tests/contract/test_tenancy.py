@@ -37,7 +37,7 @@ def turnwise(proxy_database: str, *arguments: str) -> dict:
 
 
 def new_key(database: str, role: str, tenant: str) -> dict:
-    return turnwise(database, "keys", "create", "--role", role, "--tenant", tenant, "--name", "test")
+    return turnwise(database, "keys", "create", "--role", role, "--tenant", tenant, "--name", "test", "--yes")
 
 
 class Tenant:

@@ -96,6 +96,13 @@ def _release_deleted(conn: sa.Connection) -> None:
     claims.release(opened(conn), dataclasses.replace(held, groups=tuple(deleted)))
 
 
+def _parts(conn: sa.Connection) -> None:
+    """Let another policy have sampled all turns; take its parts of the groups to an archive and back."""
+    conn.execute(sa.update(schema.turns).where(schema.turns.c.session_pk.in_(range(1, 100))).values(policy_id=1))
+    groups.add_parts(conn, range(1, 100))
+    _archive(conn)
+
+
 def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
     found = retention.over_since(conn, NOW + WEEK, limit=2)
     assert found
@@ -214,6 +221,7 @@ def _keys(conn: sa.Connection) -> None:
     keys.valid_key(conn, key_id)
     keys.record_use(conn, key_id)
     keys.list_keys(conn, "t")
+    keys.set_budget(conn, key_id, 9)
     keys.revoke_key(conn, key_id, tenant="t")
     keys.add_usage(conn, {("t", key_id, 1): 5})
     keys.used_by_key(conn, "t", key_id, since_day=1)
@@ -227,6 +235,7 @@ def _consent(conn: sa.Connection) -> None:
     consent.put_mark(conn, dataclasses.replace(mark, record=False))
     consent.restrict_marked(conn, mark)
     consent.restrict_session(conn, "t", "s", "s~", False)
+    consent.restrict_changed(conn, _session("s", user_id="kim"))
     sessions.create_session(conn, dataclasses.replace(_session("s~2"), continues="s"))
     consent.inherit(conn, ("t", "s~2"), ["s"])
     consent.list_marks(conn, "t", limit=1, after=("user", "a"))
@@ -271,7 +280,7 @@ TENANT = SessionFilter(tenant="t")
 def _costs(conn: sa.Connection) -> None:
     charge = "k", 0, "EUR", decimal.Decimal("0.5")
     turns.append_rows(conn, [rows.TURNS.row(_turn(), charge=charge)])
-    for by, among in (("session", ["s"]), ("key", ["k"]), ("policy", [0]), ("update", [1])):
+    for by, among in (("session", ["s"]), ("key", ["k"]), ("policy", [0]), ("update", [9])):
         overview.read_costs(conn, by, "t", among)
 
 
@@ -465,6 +474,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "rows to archive": _rows_to_archive,
     "an archive": _archive,
+    "parts of groups": _parts,
 }
 """Calls of the trainer and of maintenance, which are of all tenants."""
 

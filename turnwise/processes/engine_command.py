@@ -146,6 +146,8 @@ def num_gpus() -> int:
 
 def gpu_bytes() -> list[int]:
     """Return the memory of each NVIDIA GPU as the driver's program tells it, without loading torch; empty if not."""
+    if not has_gpu():
+        return []
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout  # noqa: S603  constant

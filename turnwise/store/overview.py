@@ -19,7 +19,7 @@ from turnwise.store.policies import is_shown_to
 from turnwise.store.processes import TrainerStatus, trainer_statuses
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import COST_DIGITS, NO_TENANT, costs, groups, policy_versions, sessions, turns, updates
-from turnwise.store.statements import is_among
+from turnwise.store.statements import is_among, unindexed
 from turnwise.types import GroupStatus, Json, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
@@ -106,7 +106,8 @@ def read_costs(
         group_pk = sa.func.coalesce(groups.c.part_of, groups.c.group_pk)
         found = found.join(groups, sa.and_(sessions.c.group_pk == group_pk, c.policy_id == groups.c.policy_id))
     if tenant is not None:
-        found = found.where(c.tenant == tenant)
+        of = {"session": sessions.c.tenant, "update": unindexed(c.tenant)}.get(by, c.tenant)
+        found = found.where(of == tenant)
     if among is not None:
         found = found.where(is_among(conn.dialect, name, among))
     shown: dict[Any, dict[str, str]] = {}

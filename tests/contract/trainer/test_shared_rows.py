@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from trainer.algorithms.algorithm import step_weights
 from trainer.batch.batch import build
 from trainer.batch.forest import dense_mask
-from trainer.model import inputs
+from trainer.model import inputs, loading
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
@@ -129,6 +129,11 @@ def pair_and_loss(reference):
         return -torch.nn.functional.logsigmoid(0.1 * margin)
 
     return batch, agent_rule, loss
+
+
+@pytest.fixture(autouse=True)
+def _also_models_that_engines_do_not_reload(monkeypatch):
+    monkeypatch.setattr(loading, "NOT_RELOADED", ())
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
