@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,25 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
 from trainer.settings import TrainerSettings
+from turnwise.chains import Experience
 from turnwise.store.database import Database
 
 NUM_TURNS = 10
 WARM_UP_STEPS, STEPS = 2, 3
+
+
+@contextlib.contextmanager
+def made(size_name: str, *, num_sessions: int) -> Iterator[tuple[str, list[Experience]]]:
+    """Write a model with random weights, and play sessions; yield the model's directory, and the chains."""
+    size = SIZES[size_name]
+    with tempfile.TemporaryDirectory() as scratch:
+        database = Database(f"sqlite:///{scratch}/ledger.db")
+        database.upgrade()
+        play(database, size, num_sessions, NUM_TURNS)
+        chains = read(database, NUM_TURNS, "chain")
+        database.close()
+        write_model(Path(scratch) / "model", size, NUM_TURNS)
+        yield f"{scratch}/model", chains
 
 
 def gradient_differences() -> dict[str, float]:
@@ -29,17 +46,11 @@ def gradient_differences() -> dict[str, float]:
     """
     if not torch.cuda.is_available():
         return {}
-    with tempfile.TemporaryDirectory() as scratch:
-        database = Database(f"sqlite:///{scratch}/ledger.db")
-        database.upgrade()
-        play(database, SIZES["small"], 4, NUM_TURNS)
-        chains = read(database, NUM_TURNS, "chain")
-        database.close()
-        write_model(Path(scratch) / "model", SIZES["small"], NUM_TURNS)
+    with made("small", num_sessions=4) as (model, chains):
 
         def gradient(device: str, dtype: str, attention: str) -> torch.Tensor:
             settings: dict[str, Any] = {"device": device, "dtype": dtype, "attention": attention}
-            settings |= {"model": f"{scratch}/model", "max_logprob_gap": float("inf")}
+            settings |= {"model": model, "max_logprob_gap": float("inf")}
             policy = Policy(TrainerSettings(**settings))
             policy.load(0)
             agent = PolicyAgent(policy, policy.spec)
@@ -60,15 +71,8 @@ def gradient_differences() -> dict[str, float]:
 
 def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
     """Return the figures of a model with random weights."""
-    size = SIZES[size_name]
-    with tempfile.TemporaryDirectory() as scratch:
-        database = Database(f"sqlite:///{scratch}/ledger.db")
-        database.upgrade()
-        play(database, size, num_sessions, NUM_TURNS)
-        chains = read(database, NUM_TURNS, "chain")
-        database.close()
-        write_model(Path(scratch) / "model", size, NUM_TURNS)
-        policy = Policy(TrainerSettings(model=f"{scratch}/model"))
+    with made(size_name, num_sessions=num_sessions) as (model, chains):
+        policy = Policy(TrainerSettings(model=model))
         policy.load(0)
     agent = PolicyAgent(policy, TrainerSettings(max_logprob_gap=float("inf")))
     optimizer = make_optimizer(policy.parameters(), TrainerSettings())

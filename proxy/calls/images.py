@@ -138,11 +138,17 @@ def _kind(part: Json) -> Any:
     return kind
 
 
+def _named(part: Json, field: str) -> Any:
+    named = part.get(field)
+    return named.get("url") if isinstance(named, dict) else named
+
+
 def _url_of(part: Json) -> str:
-    named = part.get("image_url")
-    url = named.get("url") if isinstance(named, dict) else named
+    url = _named(part, "image_url")
     if not isinstance(url, str):
-        raise InvalidRequest(f"an image needs a URL in `image_url`, not {named!r:.80}", param="messages")
+        raise InvalidRequest(
+            f"an image needs a URL in `image_url`, not {part.get('image_url')!r:.80}", param="messages"
+        )
     return url
 
 
@@ -150,10 +156,9 @@ def _check_is_inline(kind: Any, part: Json) -> None:
     """Check that an engine finds audio or video in the part itself."""
     if kind not in ("audio_url", "video_url"):
         return
-    named = part.get(kind)
-    url = named.get("url") if isinstance(named, dict) else named
-    if not str(url)[:5].lower().startswith("data:"):
-        raise _refused(str(url), f"no `{kind}` is fetched; send a data URL", "not_fetched")
+    url = str(_named(part, kind))
+    if not url[:5].lower().startswith("data:"):
+        raise _refused(url, f"no `{kind}` is fetched; send a data URL", "not_fetched")
 
 
 def _refused(url: str, why: str, code: str) -> InvalidRequest:

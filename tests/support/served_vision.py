@@ -111,10 +111,7 @@ def make_served_model(directory: Path, kind: str = "Idefics3", *, split: int = 1
     text |= {"initializer_range": STD, "tie_word_embeddings": False}
     config, sizes = _qwen(kind, text, ids) if "Qwen" in kind else _idefics(kind, text, ids, split)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
-    with torch.no_grad():  # biases and norms as trained ones have
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+    disturb_vectors(model)
     model.generation_config = transformers.GenerationConfig(eos_token_id=text["eos_token_id"])
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -127,6 +124,14 @@ def make_served_model(directory: Path, kind: str = "Idefics3", *, split: int = 1
         video = PROCESSOR | sizes | {"video_processor_type": "Qwen3VLVideoProcessor"}
         (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
     return directory
+
+
+def disturb_vectors(model: torch.nn.Module) -> None:
+    """Give biases and norms values as trained ones have."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
 def picture(seed: int, size: tuple[int, int] = (64, 64), mode: str = "RGB", name: str = "PNG") -> bytes:

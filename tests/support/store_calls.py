@@ -109,8 +109,12 @@ def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
     return {name: list(archive.select_rows(conn, name, found)) for name in archive.TABLES}
 
 
-def _archive(conn: sa.Connection) -> None:
-    rows_of = _rows_to_archive(conn)
+def _archive(conn: sa.Connection, moved: int = 0) -> None:
+    """Take sessions to an archive and back, with other numbers of their groups, as another database has."""
+    rows_of = {
+        name: [dict(row, group_pk=row["group_pk"] + moved) if row.get("group_pk") else row for row in found]
+        for name, found in _rows_to_archive(conn).items()
+    }
     retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
     while retention.sweep(conn):
         pass
@@ -245,12 +249,16 @@ def _consent(conn: sa.Connection) -> None:
 
 
 def _regroup(conn: sa.Connection) -> None:
-    """Move a session from its own group to another, and set the size of that group."""
+    """Move a session from its own group to another, and set its size, and that of one that is complete then."""
     changed = Session(session_id="s", tenant="t", group_id="g", group_size=3)
     sessions.change_session(conn, changed, {"group_id"})
     sessions.change_session(conn, changed, {"group_size"})
     sessions.change_session(conn, changed, {"group_size"})
     groups.progress_of(conn, changed)
+    for session_id in ("first", "last"):
+        sessions.create_session(conn, _session(session_id, group_id="h"))
+    sessions.end_session(conn, "t", "first", reward=Reward(session_id="first", tenant="t", value=1.0))
+    sessions.change_session(conn, _session("last", group_id="h", group_size=1), {"group_size"})
 
 
 def _feedback(conn: sa.Connection, text: str) -> None:
@@ -474,6 +482,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "rows to archive": _rows_to_archive,
     "an archive": _archive,
+    "an archive of another database": lambda c: _archive(c, moved=10**6),
     "parts of groups": _parts,
 }
 """Calls of the trainer and of maintenance, which are of all tenants."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from PIL import Image
+from support import served_vision
+from support.served_vision import PROCESSOR, disturb_vectors
 
 from trainer.model.vision import opened
 from turnwise.chains import EID, Experience
@@ -30,15 +30,6 @@ TEXT: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
     "pad_token_id": None,
-}
-PROCESSOR: dict[str, Any] = {
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "do_convert_rgb": True,
 }
 TILES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
 IDS = {"image_token_id": IMAGE, "video_token_id": 52, "vision_start_token_id": BORDER, "vision_end_token_id": 53}
@@ -85,20 +76,14 @@ def make_vision_model(directory: Path, kind: str) -> Path:
     torch.manual_seed(0)
     config, processor = _config(kind)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    with torch.no_grad():  # biases and norms as trained ones have
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+    disturb_vectors(model)
     model.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return directory
 
 
 def picture(seed: int, size: tuple[int, int] = (32, 32), mode: str = "RGB", name: str = "PNG") -> bytes:
-    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], len(mode)), dtype=np.uint8)
-    with io.BytesIO() as file:
-        Image.fromarray(values, mode).save(file, name)
-        return file.getvalue()
+    return served_vision.picture(seed, size, mode, name)
 
 
 class Chains:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from turnwise.store import consent
 from turnwise.store.groups import is_group
+from turnwise.store.media import FILES_AT_ONCE
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import (
     DELETED,
@@ -32,7 +33,6 @@ Row = Mapping[str, Any]
 OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies, session_media)
 TABLES = {table.name: table for table in (groups, sessions, media, *OF_SESSIONS)}
 ROWS_AT_ONCE = 256
-FILES_AT_ONCE = 10
 LATER_TABLES = {media.name, session_media.name}
 """Older archives have no file of these, nor the columns that became part of other tables with them."""
 

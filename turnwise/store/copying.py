@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import StoreError
 from turnwise.store.database import Database
+from turnwise.store.media import FILES_AT_ONCE
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import media, metadata, policies, policy_versions
 from turnwise.store.statements import continue_numbers, insert_new_rows
@@ -21,7 +22,6 @@ from turnwise.types import DEFAULT_POLICY
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
 """Tables about running processes, which are others over the target."""
 ROWS_AT_ONCE = 500
-FILES_AT_ONCE = 10
 _DIGEST_BITS = 64
 
 

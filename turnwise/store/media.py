@@ -19,6 +19,8 @@ from turnwise.types import IMAGE_URL, image_digests
 NAMED_IMAGE = f'"url":"{IMAGE_URL}'
 """Text that the JSON of messages with images has."""
 SWEPT_AT_ONCE = 20
+FILES_AT_ONCE = 10
+"""Images that are in memory at once while all are read."""
 
 
 class Media(NamedTuple):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engines import RunningEngine, running_engine
 from support.proxies import StartProxy
 from support.running_trainer import GROUP_SIZE, GROUPS, running_trainer, wait_for_version
+from support.served_vision import make_served_model, picture, shown
 from support.waiting import wait_until
 
-from examples.colour_words.agent import conversation
-from examples.colour_words.model import ensure_model
-from examples.colour_words.tasks import make_task
 from turnwise.client import Client
 
 pytestmark = pytest.mark.engine
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.engine
 def seeing(tmp_path_factory: pytest.TempPathFactory):
     """A vLLM that serves an Idefics3 with random weights."""
     directory = tmp_path_factory.mktemp("seeing")
-    model = ensure_model(directory / "model", seed=0, num_steps=0)
+    model = make_served_model(directory / "model")
     with running_engine(model, directory / "engine.log") as running:
         yield running
 
@@ -35,11 +34,10 @@ def play(client: Client, number: int) -> None:
             session_id=f"g{number}-{run}", group_id=f"g{number}", group_size=GROUP_SIZE, task_id=f"t{number}"
         )
         calls = session.openai().chat.completions
-        messages = conversation(make_task("train", 0, 0).for_agent()["pictures"])
-        for question in (None, make_task("train", number, 1).for_agent()["pictures"][run % 3]):
-            if question is not None:
-                parts = [{"type": "image_url", "image_url": {"url": question}}, {"type": "text", "text": "and this?"}]
-                messages.append({"role": "user", "content": parts})
+        messages: list[Any] = []
+        for pictures in (range(3), [10 * number + run + 3]):
+            pictured = [shown(picture(seed)) for seed in pictures]
+            messages.append({"role": "user", "content": [*pictured, {"type": "text", "text": "What is this?"}]})
             reply = calls.create(model="small", messages=messages, max_completion_tokens=8, temperature=1.0)
             messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
         session.reward(random.Random(f"{number}/{run}").random())

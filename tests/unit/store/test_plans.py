@@ -39,12 +39,8 @@ NOT_RECORDED = {
     "copying.py": "reads every table whole, because a person asks for it",
     "database.py": "connects and migrates",
 }
-LOST_RACES = {
-    "groups.py: add_parts(conn, [group_pk])",  # the group was complete before its size was known; called alone as well
-    "archive.py: insert_ignoring(conn, groups, unnumbered)",
-    "sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])",
-}
-"""Call sites that run only if another transaction has created the same session, or a group of the number, meanwhile."""
+LOST_RACES = {"sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
+"""Call sites that run only if another transaction has created the same session meanwhile."""
 ONLY_ON_POSTGRESQL = {
     "archive.py: last_assigned(conn, groups.c.group_pk)",
     "consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
