@@ -157,6 +157,8 @@ def _restrict(
 
 def _mark(conn: sa.Connection, found: Sequence[StoredRow], *, record: bool) -> None:
     """Mark sessions; drop the groups, unless a trainer holds them, in which no session is left to train."""
+    if not found:
+        return
     changed = sa.update(sessions).where(
         is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in found])
     )
