@@ -36,7 +36,7 @@ MAX_GAP = 1e-4
 def seeing_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     place = tmp_path_factory.mktemp("seeing")
     model = make_served_model(place / "model", KIND)
-    with running_engine(model, place / "engine.log", "--limit-mm-per-prompt", '{"image": 8}') as running:
+    with running_engine(model, place / "engine.log", "--limit-mm-per-prompt", '{"image": 12}') as running:
         yield running
 
 
