@@ -64,16 +64,32 @@ class SeeingAgent:
                 answered, last_id = self.last
                 if last_id and answered == self.said[: len(answered)] and self.rng.random() < 0.5:
                     body |= {"input": self.said[len(answered) :], "previous_response_id": last_id}
+                if self.rng.random() < 0.3:
+                    text = self._stream(f"{base}/v1/responses", body | {"stream": True}, http)
+                    return [{"role": "assistant", "content": text}]
                 reply = http.post(f"{base}/v1/responses", json=body).raise_for_status().json()
                 self.last = [*self.said, *reply["output"]], reply["id"]
                 return list(reply["output"])
             case "messages":
                 body = {"model": "small", "messages": self.said, "max_tokens": 16, "seed": seed}
+                if self.rng.random() < 0.3:
+                    text = self._stream(f"{base}/v1/messages", body | {"stream": True}, http)
+                    return [{"role": "assistant", "content": text}]
                 reply = http.post(f"{base}/v1/messages", json=body).raise_for_status().json()
                 return [{"role": "assistant", "content": reply["content"]}]
         body = {"contents": self.said, "generationConfig": {"maxOutputTokens": 16, "seed": seed}}
+        if self.rng.random() < 0.3:
+            text = self._stream(f"{base}/v1beta/models/small:streamGenerateContent?alt=sse", body, http)
+            return [{"role": "model", "parts": [{"text": text}]}]
         reply = http.post(f"{base}/v1beta/models/small:generateContent", json=body).raise_for_status().json()
         return [reply["candidates"][0]["content"]]
+
+    def _stream(self, url: str, body: Json, http: httpx2.Client) -> str:
+        """Read a stream to its end; return the text that was sampled."""
+        with http.stream("POST", url, json=body) as stream:
+            stream.raise_for_status()
+            list(stream.iter_lines())
+        return str(self.proxy.turns(self.session_id)[-1].turn.response["content"] or "")
 
     def _ask_chat(self, url: str, http: httpx2.Client, seed: int) -> list[Json]:
         body: Json = {"model": "small", "messages": self.said, "max_tokens": 16, "seed": seed}
@@ -82,10 +98,7 @@ class SeeingAgent:
             with http.stream("POST", url, json=body | {"stream": True, "max_tokens": 400}) as stream:
                 next(line for line in stream.iter_lines() if '"content"' in line)
         if mode < 0.4:
-            with http.stream("POST", url, json=body | {"stream": True}) as stream:
-                stream.raise_for_status()
-                list(stream.iter_lines())
-            return [self.proxy.turns(self.session_id)[-1].turn.response]
+            return [{"role": "assistant", "content": self._stream(url, body | {"stream": True}, http)}]
         reply = http.post(url, json=body | ({"n": 2} if mode < 0.6 else {})).raise_for_status().json()
         message = reply["choices"][-1]["message"]
         return [{"role": "assistant", "content": message["content"]}]
