@@ -357,13 +357,13 @@ def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
     rest = []
     for block in blocks:
         if block.get("type") != "tool_result":
-            rest.append(_chat_part(block))
+            rest += _chat_parts(block)
             continue
         content = block.get("content") or ""
         parts = (
             [{"type": "text", "text": content}]
             if isinstance(content, str)
-            else [_chat_part(one) for one in parts_of(content, "content")]
+            else [part for one in parts_of(content, "content") for part in _chat_parts(one)]
         )
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         if block.get("is_error"):
@@ -372,6 +372,15 @@ def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
         rest += [part for part in parts if part["type"] != "text"]
     if rest:
         yield {"role": "user", "content": joined_content(rest)}
+
+
+def _chat_parts(block: Json) -> list[Json]:
+    """Return a block's part, or those of a document that shows pages as images."""
+    source = block.get("source")
+    pages = source.get("content") if block.get("type") == "document" and isinstance(source, dict) else None
+    if isinstance(pages, list) and any(page.get("type") != "text" for page in parts_of(pages, "content")):
+        return [_chat_part(page) for page in pages]
+    return [_chat_part(block)]
 
 
 def _chat_part(block: Json) -> Json:
@@ -392,7 +401,7 @@ def _chat_part(block: Json) -> Json:
         case "document", kind:
             raise InvalidRequest(
                 f"a document with a source of type {kind!r:.40} cannot be served; send its text, as a source of type "
-                "`text`",
+                "`text`, or its pages as images, in one of type `content`",
                 param="messages",
             )
         case kind, _:

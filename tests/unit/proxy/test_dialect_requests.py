@@ -157,6 +157,21 @@ def test_a_document_that_is_no_text_is_refused_with_what_to_send() -> None:
         messages_call({"role": "user", "content": [document]})
 
 
+@pytest.mark.parametrize("is_result", [False, True])
+def test_pages_of_a_document_reach_the_engine_as_images_between_its_texts(is_result: bool) -> None:
+    page = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    text = {"type": "text", "text": "said"}
+    document = {"type": "document", "source": {"type": "content", "content": [text, page, text]}}
+    result = {"type": "tool_result", "tool_use_id": "i", "content": [document]}
+    messages = messages_call({"role": "user", "content": [result if is_result else document]}).messages
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    content = messages[-1]["content"]
+    assert content == ([shown] if is_result else [text, shown, text])
+    with pytest.raises(InvalidRequest, match="a block of type 'video' cannot be served; send text or images"):
+        document["source"]["content"][1] = {"type": "video"}
+        messages_call({"role": "user", "content": [document]})
+
+
 @pytest.mark.parametrize("kind", type_names(ResponseInputItemParam))
 def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_by_name(kind: str) -> None:
     """An ignored call has an ignored output, and a served call a served one."""
