@@ -125,7 +125,7 @@ class Images:
         media_type = next((kind for kind, begin in SIGNATURES.items() if begin.match(content)), None)
         if media_type is None:
             served = ", ".join(kind.removeprefix("image/") for kind in SIGNATURES)
-            raise _refused(url, f"its file is none of {served}", "unknown_image_type")
+            raise _refused(url, f"its file is none of {served}; convert it to one of these", "unknown_image_type")
         digest = await _in_thread(len(content), _digest, content)
         return digest, Media(media_type, content), is_fetched
 
@@ -184,7 +184,8 @@ def _decoded(url: str, start: int) -> bytes:
     try:
         return base64.b64decode(url[start:].strip(), validate=True)
     except ValueError as error:
-        raise _refused(url, f"it is not base64 ({error})", "invalid_image_url") from error
+        why = f"it is not base64 ({error}); send the standard alphabet with its padding, on one line"
+        raise _refused(url, why, "invalid_image_url") from error
 
 
 async def fetch(url: str, max_bytes: int, seconds: float) -> bytes:

@@ -25,7 +25,8 @@ from turnwise.store.schema import media
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"the bytes of a picture " * 9
 DIGEST = hashlib.sha256(PNG).hexdigest()
-URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+ENCODED = base64.b64encode(PNG).decode()
+URL = f"data:image/png;base64,{ENCODED}"
 
 
 def part(url: object = URL, **fields: Any) -> dict[str, Any]:
@@ -119,6 +120,11 @@ def count(database: Database) -> int:
         (part("file:///etc/passwd"), "invalid_image_url"),
         (part(f"image:{DIGEST}"), "invalid_image_url"),
         (part("data:image/png;base64,!!!"), "invalid_image_url"),
+        (part(f"data:image/png;base64,{ENCODED[:8]}\n{ENCODED[8:]}"), "invalid_image_url"),
+        (part(URL.rstrip("=")), "invalid_image_url"),
+        (part("data:image/png;base64,iVBORw0KGgo-_w=="), "invalid_image_url"),
+        (part("data:image/png,%89PNG"), "invalid_image_url"),
+        (part(f" {URL}"), "invalid_image_url"),
         (part("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()), "unknown_image_type"),
         (part(None), None),
     ],
@@ -131,6 +137,20 @@ def test_what_is_no_image_and_what_the_engine_would_fetch_is_refused_by_name(
         refused = ask(client, given)
         assert (refused.status_code, refused.json()["error"]["code"] in (code, "invalid_request")) == (400, True)
         assert len(stored(client)) == 1
+
+
+def test_a_file_is_one_image_however_its_data_url_is_written(tmp_path: Path) -> None:
+    heads = (
+        "data:image/png;base64,",
+        "DATA:IMAGE/PNG;BASE64,",
+        "data:;base64,",
+        "data:image/svg+xml;charset=utf-8;base64,",
+    )
+    with in_process_proxy(tmp_path) as (client, database):
+        ask(client, *(part(head + ENCODED + end) for head in heads for end in ("", "\n"))).raise_for_status()
+        assert stored(client)[0]["messages"][0]["content"] == [part(f"image:{DIGEST}")] * 8
+        assert client.get(f"/v1/images/{DIGEST}").headers["content-type"] == "image/png"
+        assert count(database) == 1
 
 
 def test_what_would_change_an_image_in_the_engine_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -176,7 +196,9 @@ def test_no_private_address_is_called_by_name_number_or_redirect(
     fetching: TestClient, pictures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = pictures.server_port
-    for host in ("localhost", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "0.0.0.0"):
+    names = ("localhost", "localhost.", "LOCALHOST", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]")
+    numbers = ("2130706433", "0x7f000001", "0x7f.1", "017700000001", "127.1", "0", "0.0.0.0", "[::]", "[::127.0.0.1]")
+    for host in (*names, *numbers):
         refused = ask(fetching, part(f"http://{host}:{port}/picture"))
         assert (refused.status_code, host, pictures.asked) == (400, host, [])
     assert ask(fetching, part("http://169.254.169.254/latest")).json()["error"]["code"] == "private_address"
@@ -208,6 +230,10 @@ def test_no_private_address_is_called_by_name_number_or_redirect(
         ("fec0::1", False),
         ("::ffff:10.0.0.1", False),
         ("64:ff9b::a00:1", False),
+        ("::a00:1", False),
+        ("192.0.0.170", False),
+        ("198.18.0.1", False),
+        ("240.0.0.1", False),
         ("2002:a00:1::", False),
     ],
 )
