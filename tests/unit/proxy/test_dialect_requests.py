@@ -167,8 +167,8 @@ def test_pages_of_a_document_reach_the_engine_as_images_between_its_texts(is_res
     shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     content = messages[-1]["content"]
     assert content == ([shown] if is_result else [text, shown, text])
+    document["source"]["content"][1] = {"type": "video"}
     with pytest.raises(InvalidRequest, match="a block of type 'video' cannot be served; send text or images"):
-        document["source"]["content"][1] = {"type": "video"}
         messages_call({"role": "user", "content": [document]})
 
 
