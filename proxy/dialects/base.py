@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from proxy.dialects import sse
-from turnwise.engine_plugin.supports import FIELD, SUM_TOLERANCE, from_text
+from turnwise.engine_plugin.supports import FIELD, from_text, tolerance
 from turnwise.store.media import Media
 from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, TokenIds, Turn
@@ -259,7 +259,7 @@ def _of_alternatives(named: Iterable[tuple[str, float]]) -> TokenIds | None:
             possible[int(number)] = logprob
         else:
             is_whole = True
-    if not is_whole and abs(math.fsum(map(math.exp, possible.values())) - 1) > SUM_TOLERANCE:
+    if abs(math.fsum(map(math.exp, possible.values())) - 1) > tolerance(is_whole=is_whole):
         return None
     return np.array(sorted(possible), np.int32) if max(possible, default=0) < 2**31 else None
 

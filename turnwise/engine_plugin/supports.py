@@ -25,6 +25,9 @@ FIELD = "turnwise_support"
 """The argument by which a request asks for supports, and the field of a token that has one."""
 SUM_TOLERANCE = 1e-5
 """By how much the probabilities of a support may differ from 1, where more ids might be possible than were returned."""
+WHOLE_TOLERANCE = 1e-4
+"""The same where an impossible id came back. A call in the batch that names ids (`logprob_token_ids`) makes vLLM return
+impossible ones in the place of all others' alternatives."""
 _SIZES = (1, 2, 4)
 _NO_ID = 2**31
 """This and larger numbers are no ids."""
@@ -85,9 +88,14 @@ def support_text(ids: Any, logprobs: Any) -> str:
     The arguments are those of the sampled token, and then of the most likely ones, in one order.
     """
     is_possible = logprobs > -np.inf
-    if is_possible[1:].all() and abs(np.exp(logprobs[1:], dtype=np.float64).sum() - 1) > SUM_TOLERANCE:
-        return ""
-    return to_text(np.unique(ids[is_possible]))
+    apart = int(ids[0] in ids[1:])  # the sampled token stands twice if it is one of the most likely
+    total = np.exp(logprobs[apart:], dtype=np.float64).sum()
+    return to_text(np.unique(ids[is_possible])) if abs(total - 1) <= tolerance(is_whole=not is_possible.all()) else ""
+
+
+def tolerance(*, is_whole: bool) -> float:
+    """Return by how much the probabilities may differ from 1; `is_whole` where an impossible id was returned."""
+    return WHOLE_TOLERANCE if is_whole else SUM_TOLERANCE
 
 
 @functools.cache
