@@ -108,7 +108,7 @@ class BlockEncoder(abc.ABC):
         self.usage: Json = {}
         self.assembler = Assembler()
         self.last: Block | None = None
-        self._started = False
+        self._started = self._failed = False
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         return b"".join([self._encode(msgspec.json.decode(chunk)) for chunk in chunks])
@@ -136,9 +136,11 @@ class BlockEncoder(abc.ABC):
         return events + self.growing(self.last, part.text, logprobs) if part.text else events
 
     def done(self) -> bytes:
-        return b"".join(map(self.closing, self.assembler.finish())) + self.ending()
+        """Return the end of the reply; an error was its end."""
+        return b"" if self._failed else b"".join(map(self.closing, self.assembler.finish())) + self.ending()
 
     def error(self, body: bytes) -> bytes:
+        self._failed = True
         return self.failing(read_error(body))
 
     @abc.abstractmethod

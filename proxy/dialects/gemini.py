@@ -157,6 +157,7 @@ class GeminiEncoder:
         """Tokens so far, by choice: a chunk counts those of its own choice alone."""
         self._calls: dict[int, Assembler] = {}
         self._ended: list[Json] = []
+        self._failed = False
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         return b"".join([self._chunk(msgspec.json.decode(chunk)) for chunk in chunks])
@@ -173,7 +174,12 @@ class GeminiEncoder:
         return self._write(self._response(grown)) if grown else b""
 
     def done(self) -> bytes:
-        """Return the end of the stream, with a candidate: Google's SDK drops a reply whose last response has none."""
+        """Return the end of the stream, with a candidate: Google's SDK drops a reply whose last response has none.
+
+        An error was the end.
+        """
+        if self._failed:
+            return b""
         self._ended.sort(key=operator.itemgetter("index"))
         last = self._write(self._response(self._ended)) if self._ended else b""
         if self._as_events:
@@ -181,7 +187,7 @@ class GeminiEncoder:
         return last + (b"]" if self._num_written else b"[]")
 
     def error(self, body: bytes) -> bytes:
-        error = read_error(body)
+        error, self._failed = read_error(body), True
         code = error.get("code")
         written = self._write(_error(code if isinstance(code, int) else 500, error))
         return written if self._as_events else written + b"]"

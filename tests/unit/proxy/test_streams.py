@@ -156,6 +156,19 @@ def test_a_stream_gives_the_same_reply_however_it_is_cut(
     assert not b"".join(buffer.pending)
 
 
+@pytest.mark.parametrize(("dialect", "body"), CALLS[-3:])
+@pytest.mark.parametrize("alt", ["", "sse"])
+def test_an_engines_error_is_the_end_of_a_stream(dialect: type[Dialect], body: Json, alt: str) -> None:
+    """vLLM refuses the parameters of a stream in its first event, and then sends its usual end."""
+    state, lane = running(dialect(), body | {"alt": alt})
+    refusal = b'{"error":{"message":"top_p must be in (0, 1]","type":"BadRequestError","param":"top_p","code":400}}'
+    found = take_events([refusal, b"[DONE]"], state, lane).decode()
+    assert found.count("top_p must be in (0, 1]") == 1
+    assert found.count("data: ") == (0 if dialect is Gemini and not alt else 1)
+    if dialect is Gemini and not alt:
+        assert [each["error"]["code"] for each in json.loads(found)] == [400]
+
+
 def test_the_tokens_of_thoughts_are_counted_apart_in_googles_usage():
     """4 of the 9 sampled tokens are thoughts."""
     usage = {"prompt_tokens": 3, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
