@@ -56,6 +56,8 @@ class Pins:
         is_greedy = session.explores is not None and with_numbers({**asked, **used}).get("temperature") == 0
         if is_greedy:
             used = {**used, "temperature": session.explores}
+            if {**asked, **used}.get("seed") is not None:  # by it all runs of a task would sample the same
+                used["seed"] = None
         if used:
             replaced = {name: asked.get(name) for name, value in used.items() if asked.get(name) != value}
             call.notes = call.notes | ({ASKED: replaced} if replaced else {}) | ({EXPLORED: True} if is_greedy else {})

@@ -114,6 +114,14 @@ def test_the_greedy_calls_of_the_exploring_sessions_are_sampled_at_a_temperature
     assert f"turnwise_greedy_tokens_total {num_greedy}.0" in metrics
 
 
+def test_an_exploring_call_has_no_seed_by_which_all_runs_of_its_task_would_sample_the_same(start_proxy, fake_engine):
+    proxy = start_proxy(fake_engine.url, "--explore", "1")
+    asked = {"temperature": 0, "seed": 7}
+    assert call(proxy, "s", **asked) == {"temperature": 1.0, "seed": None, "asked": asked, "explored": True}
+    assert fake_engine.state.calls[-1].body["seed"] is None
+    assert call(proxy, "s", temperature=0.5, seed=7) == {"temperature": 0.5, "seed": 7}
+
+
 def test_exploration_takes_its_share_of_train_sessions_and_no_other():
     pins = Pins(ProxySettings(explore=0.1), lambda _: None)
     sessions = [Session(session_id=f"s{number}") for number in range(10_000)]
