@@ -109,12 +109,13 @@ class TinyRun:
         self.num_to_target: int | None = None
         self.credit = Credit.PROPAGATE
         self.num_sessions = 0
+        self._groups = config.groups_per_batch
         self._num_groups = 0
         self._follow()
 
     def play_groups(self) -> None:
         """Play the next training tasks, each with a whole group, and store sessions, turns and rewards."""
-        prompts = [prompt for prompt in self.prompts("train", GROUPS) for _ in range(GROUP_SIZE)]
+        prompts = [prompt for prompt in self.prompts("train", self._groups) for _ in range(GROUP_SIZE)]
         places = [(self._num_groups + index // GROUP_SIZE, index % GROUP_SIZE) for index in range(len(prompts))]
         names = [f"{group}-{run}" for group, run in places]
         held = [
@@ -150,7 +151,7 @@ class TinyRun:
             add_rewards(conn, rewards)
             for name in names:
                 sessions.end_session(conn, "default", name)
-        self._num_groups += GROUPS
+        self._num_groups += self._groups
         self.num_sessions += len(prompts)
 
     def reward_lines(self, names: Sequence[str], prompts: Sequence[list[int]], replies: np.ndarray) -> list[Reward]:
