@@ -21,14 +21,12 @@ from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import CONNECT_SECONDS, Engine
 from proxy.engines.http_client import Access, HttpClient
 from proxy.engines.pool import EnginePool
-from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
-from proxy.limits.bodies import Bodies
 from proxy.limits.budgets import Budgets
-from proxy.limits.calls import Limits, Places
+from proxy.limits.calls import Bodies, Limits, Places
 from proxy.metrics import Metrics
-from proxy.recent_counts import RecentCounts
+from proxy.overview import Events, RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.checkpoint import VersionFiles
 from proxy.reload.driver import Reloader

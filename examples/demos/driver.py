@@ -36,8 +36,8 @@ from turnwise.processes.stack import ENGINE_START_SECONDS, command
 from turnwise.processes.supervisor import Child, Supervisor, tail_of
 from turnwise.processes.terminal import Say
 from turnwise.rewards import grader
-from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
 from turnwise.rollouts.results import RunResult, is_failed, read_results
+from turnwise.rollouts.runner import POLL_SECONDS, active_policy
 from turnwise.settings import Settings, has_sections
 from turnwise.types import Json
 

@@ -22,8 +22,8 @@ from examples.policies.tasks import PREFERENCES
 from turnwise.client import AsyncClient
 from turnwise.processes.supervisor import Supervisor
 from turnwise.processes.terminal import Say
-from turnwise.rollouts.pacing import POLL_SECONDS, active_policy
 from turnwise.rollouts.results import RunResult
+from turnwise.rollouts.runner import POLL_SECONDS, active_policy
 from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy

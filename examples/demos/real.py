@@ -23,7 +23,7 @@ from turnwise.client import AsyncClient
 from turnwise.default_models.pretrained import write_pretrained
 from turnwise.processes.supervisor import Supervisor
 from turnwise.processes.terminal import Say
-from turnwise.rollouts.pacing import active_policy
+from turnwise.rollouts.runner import active_policy
 from turnwise.types import Json, PolicyKind
 
 GREEDY = ("--sampling", '{"temperature": 0}')

@@ -1,4 +1,4 @@
-"""ASGI without a framework: waiting for a client, reading its request under limits, and sending whole replies."""
+"""ASGI without a framework: a client's requests under limits, whole replies, and the headers that name a session."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from starlette.types import Receive, Send
 from turnwise.errors import ClientLeft, InvalidRequest, TooLarge
 from turnwise.json_text import loads, scan
 from turnwise.types import Json
+
+OWN = b"x-session-id"
+PARENT = b"x-parent-session-id"
+"""What opencode sends with the calls of a sub-agent, whose `X-Session-Id` is its own."""
+CLAUDE_SESSION = b"x-claude-code-session-id"
+CODEX_SESSION = (b"session-id", b"session_id")
+THREAD = b"thread-id"
+LITELLM_SESSION = b"x-litellm-session-id"
+AFFINITY = (b"x-session-affinity", b"x-affinity")
+SESSION_HEADERS = (PARENT, OWN, CLAUDE_SESSION, *CODEX_SESSION, THREAD, LITELLM_SESSION, *AFFINITY)
+"""All of them; of several in one request, the first of this list counts."""
+
 
 JSON = b"application/json"
 SCANNED_HERE_BYTES = 32 * 2**10

@@ -19,8 +19,7 @@ from proxy.engines.http_client import Disconnected
 from proxy.engines.vllm_forms import data_urls
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
-from proxy.routes.calls import SampleEndpoint, query_of
-from proxy.routes.reply_sender import Endpoint, ReplySender
+from proxy.routes.calls import Endpoint, ReplySender, SampleEndpoint, query_of
 from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify
 from turnwise.errors import EngineUnavailable, NotFound

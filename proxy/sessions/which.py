@@ -17,7 +17,7 @@ import orjson
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
-from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
+from proxy.http.asgi import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import conversations
 from turnwise.store.database import Connection

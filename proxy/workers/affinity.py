@@ -18,8 +18,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+from proxy.http.asgi import SESSION_HEADERS
 from proxy.http.connections import LimitedHttp
-from proxy.http.session_headers import SESSION_HEADERS
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trainer.model.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
 from trainer.parallel import World
 from turnwise import version_directory
-from turnwise.engine_plugin.layout import TensorLayout, checksum_of
+from turnwise.engine_plugin.channel import TensorLayout, checksum_of
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, synchronise, write_whole
 from turnwise.types import Json

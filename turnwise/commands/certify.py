@@ -382,8 +382,7 @@ def _compare(database: str) -> dict[str, Any]:
     from turnwise.commands.place import opened
     from turnwise.store.search import session_records
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.records import Verification
-    from turnwise.verify.store import all_policies
+    from turnwise.verify.records import Verification, all_policies
 
     with opened(database) as store:
         checker = ForwardChecker({each.version: each for each in all_policies(store)}, tolerance=math.inf)

@@ -100,7 +100,7 @@ def verify(
 def _verify_database(
     url: str, wanted: SessionFilter, engine: str | None, rule: Json, drawn: Json, *, is_forward: bool
 ) -> Verification:
-    from turnwise.verify import store as checks
+    from turnwise.verify import records as checks
     from turnwise.verify.logprobs import LogprobChecker
 
     with opened(url, creates=False) as store:

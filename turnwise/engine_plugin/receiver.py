@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TransferFailed
-from turnwise.engine_plugin.layout import TensorLayout, checksum_of
+from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TensorLayout, TransferFailed, checksum_of
 
 log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda

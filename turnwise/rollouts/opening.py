@@ -13,10 +13,9 @@ from turnwise.client import AsyncClient
 from turnwise.errors import SettingsError
 from turnwise.processes.limited import find_program, with_script
 from turnwise.rollouts.agents import DEFAULT_CONTEXT_TOKENS, Model, find_agent
-from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import CommandPlayer, Player
 from turnwise.rollouts.results import Results, RolloutProgress, RunResult
-from turnwise.rollouts.runner import OnResult, Runner
+from turnwise.rollouts.runner import OnResult, Pace, Runner
 from turnwise.rollouts.settings import RunSettings, check
 from turnwise.rollouts.tasks import load_tasks, unfilled
 from turnwise.rollouts.workers import CallPlayer

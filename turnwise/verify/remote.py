@@ -62,7 +62,7 @@ def verify_served(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> Verification:
-    """Check sessions that a proxy returns; the arguments are those of `turnwise.verify.store.verify`."""
+    """Check sessions that a proxy returns; the arguments are those of `turnwise.verify.records.verify`."""
     report, draw = Verification(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0
     instants = ((each["version"], each["activated_at"]) for each in client.policies())

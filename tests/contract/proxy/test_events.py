@@ -17,9 +17,9 @@ from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
-from proxy import events
-from proxy.events import Event, Events, changes_between
+from proxy import overview
 from proxy.metrics import Metrics
+from proxy.overview import Event, Events, changes_between
 from turnwise.errors import Overloaded
 from turnwise.store import keys
 from turnwise.store.database import Database
@@ -27,7 +27,7 @@ from turnwise.store.database import Database
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(overview, "READ_SECONDS", 0.01)
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +62,7 @@ async def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the
 
 @pytest.mark.usefixtures("quick")
 async def test_listeners_of_a_tenant_share_a_reading(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SHARED_SECONDS", 600.0)
+    monkeypatch.setattr(overview, "SHARED_SECONDS", 600.0)
     hub = Events(database, Metrics())
     async with listening(hub, "mine"):
         database.close()
@@ -89,7 +89,7 @@ def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notic
 async def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_others(
     database: Database, monkeypatch: pytest.MonkeyPatch, limit: str, refusal: str, is_another_refused: bool
 ) -> None:
-    monkeypatch.setattr(events, limit, 1)
+    monkeypatch.setattr(overview, limit, 1)
     hub = Events(database, Metrics())
     async with listening(hub, "mine"):
         with pytest.raises(Overloaded, match=refusal):

@@ -17,7 +17,7 @@ from proxy.calls.retries import Retries
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
 from proxy.http.connections import LEFT
-from proxy.limits.bodies import Bodies
+from proxy.limits.calls import Bodies
 from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from proxy.auth import Principal
-from proxy.limits.bodies import Bodies
-from proxy.limits.calls import Bucket, Limits
+from proxy.limits.calls import Bodies, Bucket, Limits
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from turnwise.errors import Overloaded, TooLarge

@@ -24,7 +24,7 @@ from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.engine import Engine, Lane
-from proxy.routes.reply_sender import ReplySender
+from proxy.routes.calls import ReplySender
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace
 from proxy.writer.frames import Frames, frame

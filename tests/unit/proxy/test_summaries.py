@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
 
-from proxy.recent_counts import RecentCounts
+from proxy.overview import RecentCounts
 from proxy.routes.summaries import Mean, Summary, summarise_sessions, summarise_updates, training_note
 from turnwise.store import claims, rewards, search, sessions
 from turnwise.store.database import Database

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from turnwise.errors import GraderFailed, SettingsError
-from turnwise.rewards.agreement import agreement, read_outcomes, require
 from turnwise.rewards.grader import conversation, document
 from turnwise.rewards.judge import MAX_CONVERSATION_CHARS, as_text, order_of, read_scores
+from turnwise.rewards.posting import agreement, read_outcomes, require
 
 
 def test_scores_are_read_by_number_with_other_text_around_them():

@@ -14,8 +14,8 @@ import pytest
 from turnwise.errors import SettingsError
 from turnwise.processes.limited import with_script
 from turnwise.rollouts.agents import AGENTS, Address, command_line, environment, find_agent, write_files
-from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.results import MAX_TABLE_TASKS, Results, RunResult, summary, table
+from turnwise.rollouts.runner import Pace
 from turnwise.rollouts.tasks import Task, fill, load_tasks, unfilled
 
 

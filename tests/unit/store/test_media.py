@@ -23,7 +23,7 @@ from turnwise.store import experiences, forks, media, retention, rows, schema, t
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Json, PlacedImage, Session, Turn, utc_now
-from turnwise.verify.store import verify
+from turnwise.verify.records import verify
 
 FILE = b"\x89PNG the colour of a marker " * 40
 DIGEST = hashlib.sha256(FILE).hexdigest()
