@@ -83,7 +83,6 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
 
 
 def _sentence(request: Request, first: Mapping[str, Any], where: str) -> str:
-    """Return what is wrong with a request, from FastAPI's first error."""
     if isinstance(first.get("input"), bytes | str) and where in ("body", "0"):
         sent = request.headers.get("content-type", "none")
         return f"The body was not read as JSON (content-type: {sent}). Send content-type: application/json."

@@ -78,7 +78,6 @@ class Metrics:
         return generate_latest(summed)
 
     def _add_calls(self) -> None:
-        """Add the metrics of calls, from the request to its outcome."""
         self.turns = self._counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
         self.turns_by_role = self._counter(
             "turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"]

@@ -237,7 +237,6 @@ class TrainerSettings(SelectionRule):
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_kind(cls, values: Any) -> Any:
-        """Fill in the defaults that depend on another setting."""
         if not isinstance(values, dict):
             return values
         rates = _default_rates(str(values.get("model") or ""))

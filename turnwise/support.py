@@ -82,6 +82,5 @@ def unpack(packed: bytes) -> list[TokenIds | None]:
 
 
 def support_json(support: Support | bytes | None) -> list[list[int] | None] | None:
-    """Return a support, or the stored form of one, as JSON."""
     found = unpack(support) if isinstance(support, bytes) else support
     return None if found is None else [None if ids is None else ids.tolist() for ids in found]

@@ -571,3 +571,19 @@ class UpdateRecord:
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     batch_digest: str | None = None
     """Digest of the turns that it trained and of their advantages, in hexadecimal; set by the store."""
+
+
+def values_of(value: Any) -> Any:
+    """Return a record as JSON values, without the store's number of its policy."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value) if field.name != "policy_id")
+        return {name: values_of(getattr(value, name)) for name in names}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [values_of(item) for item in value]
+    return value

@@ -153,7 +153,6 @@ def _url_of(part: Json) -> str:
 
 
 def _check_is_inline(kind: Any, part: Json) -> None:
-    """Check that an engine finds audio or video in the part itself."""
     if kind not in ("audio_url", "video_url"):
         return
     url = str(_named(part, kind))

@@ -86,7 +86,6 @@ class ModelNames:
         )
 
     def _is_policy(self, name: str) -> bool:
-        """Return whether the first rule that matches a name accepts it."""
         if adapter_version(name) is not None or len(name) > MAX_NAME_LENGTH:
             return False
         return next((rule == "policy" for pattern, rule in self._rules.items() if fnmatchcase(name, pattern)), False)

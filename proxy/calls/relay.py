@@ -286,7 +286,6 @@ class Relay:
         return True
 
     async def _correct_roles(self, running: Running, turn: KnownTurn) -> None:
-        """Correct the roles of earlier turns by what a new one shows about them."""
         forest = running.place.forest
         for turn_ids, (role, reason) in corrections(turn, forest, running.place.conversation):
             try:

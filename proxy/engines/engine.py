@@ -576,7 +576,6 @@ class Engine:
 
     @staticmethod
     def says_it_takes_no_weights(refused: EngineRefused) -> bool:
-        """Return whether the refusal means that it was started without weight transfers."""
         return refused.status in (404, 405) or any(words in str(refused) for words in LACKS_TRANSFERS)
 
     async def weights_label(self) -> str | None:

@@ -349,7 +349,6 @@ def _may_be_stale(answer: Answer, error: Exception) -> bool:
 
 
 def _broken(error: Exception) -> Disconnected:
-    """Return the error of a connection that was open."""
     if isinstance(error, aiohttp.ClientResponseError):
         return Disconnected(f"its answer is not valid HTTP: {error.message}")
     if isinstance(error, aiohttp.ClientOSError):

@@ -93,7 +93,6 @@ class EnginePool:
             metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
 
     def _note_change(self, engine: Engine) -> None:
-        """Export an engine's new state, and wake the calls that wait for one."""
         self.serving = [each for each in self.engines if each.is_serving]
         taking = [each for each in self.serving if each.state is not EngineState.DRAINING]
         self._not_draining = taking or self.serving

@@ -178,7 +178,6 @@ async def check_limits(
 async def send_whole(
     send: Send, status: int, body: bytes, headers: dict[str, str] | None = None, content_type: bytes = JSON
 ) -> None:
-    """Send a whole reply."""
     raw = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
     raw += [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})

@@ -337,7 +337,6 @@ class LimitedHttp(HttpToolsProtocol):
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
 
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
-        """Send an error without the application, and close the connection."""
         self._count_refusal(code)
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"

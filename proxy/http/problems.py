@@ -38,7 +38,6 @@ UNEXPECTED = errors.TurnwiseError("the proxy failed to serve this request; its l
 
 
 def lookup(error: errors.TurnwiseError) -> tuple[int, str, str]:
-    """Return the status, type and code of an error."""
     for kind in type(error).__mro__:
         if kind in STATUS:
             return STATUS[kind]

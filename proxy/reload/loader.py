@@ -313,7 +313,6 @@ class Loader:
         )
 
     async def probed(self, lane: Lane, probe: Probe) -> dict[int, float]:
-        """Return the engine's logprobs of some tokens of a probe's text, by their positions."""
         positions = probe.positions(NUM_PROBED)
         logprobs = await lane.engine.token_logprobs(lane.model, probe.token_ids, positions)
         return dict(zip(positions, logprobs, strict=True))

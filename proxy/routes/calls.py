@@ -267,7 +267,6 @@ class SampleEndpoint(Endpoint):
         return None
 
     async def _deny(self, call: Call, tenant: str, session_id: str) -> None:
-        """Mark the session of a call, or of the answer that it gets, as the call asks."""
         if not call.train:
             of = tenant, session_id, next_prefix(session_id), call.record
             await self._services.restrict(consent.restrict_session, *of)

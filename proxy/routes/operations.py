@@ -273,7 +273,6 @@ async def metrics(request: Request, services: Here) -> Response:
 
 
 def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
-    """Return metrics without the lines about other tenants than this one."""
     escaped = tenant.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
     own = f',tenant="{escaped}"}} '.encode()
     lines = rendered.split(b"\n")

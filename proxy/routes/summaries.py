@@ -29,7 +29,7 @@ SINGLE = {
 COMPARED = "Its reward is compared with those of other single sessions of the same agent."
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
     """What was said in a session, in short; a text is null if there is none, or if it is too long to be read here."""
 
@@ -44,15 +44,8 @@ class Summary:
 
 
 def summarise_sessions(conn: Connection, found: Sequence[Session]) -> list[Summary]:
-    return [
-        Summary(
-            first_message=_first_message(each.first_prompt),
-            last_reply=_last_reply(each.last_reply),
-            last_outcome=each.last_outcome,
-            num_sampled_tokens=each.num_sampled_tokens,
-        )
-        for each in search.ends_of(conn, found)
-    ]
+    ends = search.ends_of(conn, found)
+    return [Summary(_first_message(prompt), _last_reply(reply), *rest) for prompt, reply, *rest in ends]
 
 
 def _first_message(stored: str | None) -> str | None:

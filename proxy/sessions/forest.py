@@ -169,7 +169,6 @@ class TurnForest:
         return turn
 
     def siblings(self, turn: KnownTurn) -> list[KnownTurn]:
-        """Return the other turns that were sampled after the same prompt."""
         same = self.by_prompt[turn.prompt_digest]
         return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
 

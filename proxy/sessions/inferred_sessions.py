@@ -157,7 +157,6 @@ class InferredSessions:
     async def _candidates(
         self, session_ids: Iterable[str], digest: bytes, caller: Caller, *, refresh: bool = False
     ) -> list[Candidate]:
-        """Return the open sessions of these that contain the conversation."""
         found: list[Candidate] = []
         for session_id in session_ids:
             live = await self._if_open(session_id, caller)

@@ -74,7 +74,6 @@ class LiveSession:
         return self.others.setdefault(policy_id, TurnForest())
 
     def by_id(self) -> dict[str, KnownTurn]:
-        """Return the turns of all policies."""
         found = self.forest.by_id.copy()
         for forest in self.others.values():
             found |= forest.by_id

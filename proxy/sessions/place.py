@@ -204,7 +204,6 @@ class Sessions:
         self._conversations.clear()
 
     async def _read(self, call: Call, principal: Principal) -> ConversationDigests:
-        """Compute the digests of a call's conversation, over what the served template reads."""
         if call.session_id is not None:
             owner = principal.tenant, "session", call.session_id, b""
         else:
@@ -407,7 +406,6 @@ async def extend(
 
 
 def places_of(forest: TurnForest, turn: KnownTurn) -> tuple[tuple[int, int], ...]:
-    """Return the places of the images in a turn's tokens, in order."""
     path = [each.places for each in forest.ancestors(turn)]
     return tuple(itertools.chain.from_iterable(reversed(path)))
 

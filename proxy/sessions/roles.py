@@ -143,7 +143,6 @@ def find_role(
 
 
 def _later_role(call: Call, reason: str | None, forest: TurnForest, system_digest: bytes) -> tuple[Role, str]:
-    """Return the role of a chain that starts beside an agent's."""
     if reason is not None and reason != "edited_history":
         return Role.MAIN, "continues_conversation"
     same = forest.agent_roots.get(system_digest)

@@ -236,7 +236,6 @@ def _scaled(
 
 
 def _log_softmax(scaled_CV: Tensor, processing: Processing | None) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of scaled logits, in their place, and their normaliser."""
     normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
     if processing is not None:
         normaliser_C.masked_fill_(normaliser_C == -torch.inf, 0.0)  # masks that contradict one another left nothing

@@ -154,7 +154,6 @@ class _Run:
         return found
 
     def _flat(self, pairs: tuple[Indices, Indices], inside: slice) -> tuple[Tensor, Tensor]:
-        """Return rows and ids of the predictors of a part of the run."""
         rows, ids = pairs
         start, stop = np.searchsorted(rows, [inside.start, inside.stop])
         return tuple(

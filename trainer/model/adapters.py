@@ -96,7 +96,6 @@ def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def _linear_layers(model: Any) -> dict[str, list[str]]:
-    """Return the linear layers of the language model without its head, by the last part of their names."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}
     found: dict[str, list[str]] = {}

@@ -328,7 +328,6 @@ def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """Check that the shards of all processes are here, before a state counts as written."""
     sizes: dict[Path, int] = {}
     for info in FileSystemReader(path).read_metadata().storage_data.values():
         file = path / info.relative_path

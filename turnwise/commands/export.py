@@ -217,11 +217,10 @@ def _named(output: Path | None, format_name: str) -> Path:
 
 def _experience_line(experience: Experience) -> Json:
     from turnwise.chains import experience_json
-    from turnwise.exchange.session_document import as_json
 
     shown = experience_json(experience)
     own = {"tenant": experience.tenant, "routed_experts": experience.routed_experts}
-    return {name: as_json(value) for name, value in (shown | own).items()}
+    return {name: values_of(value) for name, value in (shown | own).items()}
 
 
 @contextlib.contextmanager

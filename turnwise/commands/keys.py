@@ -18,7 +18,7 @@ from turnwise.commands.place import (
     takes_place,
 )
 from turnwise.errors import SettingsError
-from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now
+from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now, values_of
 
 KEY_COLUMNS = (
     *("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at"),
@@ -113,7 +113,6 @@ def keys_list(tenant: str | None, place: DataPlace, *, as_json: bool) -> None:
             refuse_tenant(tenant)
             print_stored(client.keys(), "keys", client.base_url, as_json=as_json, columns=KEY_COLUMNS)
             return
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored_keys
     from turnwise.store import overview
 
@@ -144,7 +143,6 @@ def keys_revoke(key_id: str, place: DataPlace, *, as_json: bool) -> None:
 @json_option
 def keys_budget(key_id: str, tokens: int, database: str | None, *, as_json: bool) -> None:
     """Set the prompt and sampled tokens that a key's calls may use; running proxies follow within 5 seconds."""
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored_keys
 
     with opened(database_url(database), creates=False) as store, store.write() as conn:
@@ -153,7 +151,6 @@ def keys_budget(key_id: str, tokens: int, database: str | None, *, as_json: bool
 
 
 def _revoke(place: DataPlace, key_id: str) -> Json:
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import keys as stored_keys
 
     with place.store() as store, store.write() as conn:

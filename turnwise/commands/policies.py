@@ -22,7 +22,7 @@ from turnwise.commands.place import (
     takes_place,
 )
 from turnwise.errors import NotFound, SettingsError
-from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind
+from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind, values_of
 from turnwise.version_directory import num_bytes_on_disk, on_disk
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def policies(context: click.Context, limit: int, place: DataPlace, *, as_json: b
             found = [_with_lift(_with_rewards(each, each["earned"])) for each in newest]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import arms, serving, versions
     from turnwise.store import policies as stored_policies
 
@@ -98,7 +97,6 @@ def list_named(place: DataPlace, *, as_json: bool) -> None:
 
 
 def _summaries(place: DataPlace) -> list[Json]:
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import overview, versions
     from turnwise.store import policies as stored_policies
 
@@ -192,7 +190,6 @@ def create(
 
 
 def _create(place: DataPlace, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import policies as stored_policies
 
     with place.store(creates=True) as store:
@@ -264,7 +261,6 @@ def activate(version: int, place: DataPlace, *, as_json: bool) -> None:
 
 
 def _pin(place: DataPlace, version: int) -> Json:
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import serving, versions
 
     with place.store() as store:
@@ -343,7 +339,6 @@ def updates(limit: int, place: DataPlace, *, as_json: bool) -> None:
             found = [_with_metrics(each, *_SHOWN) for each in itertools.islice(client.updates(), limit)]
             print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
             return
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import overview
     from turnwise.store import policies as stored_policies
     from turnwise.store import updates as stored_updates

@@ -25,7 +25,7 @@ from turnwise.commands.place import (
     takes_place,
 )
 from turnwise.errors import NotFound, SettingsError
-from turnwise.types import Json, utc_now
+from turnwise.types import Json, utc_now, values_of
 
 if TYPE_CHECKING:
     from turnwise.store import retention
@@ -58,7 +58,6 @@ def sessions(place: DataPlace, limit: int, *, as_json: bool, **chosen: Any) -> N
             at_proxy = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
             _print_sessions(at_proxy, limit, client.base_url, as_json=as_json)
             return
-    from turnwise.exchange.session_document import as_json as values_of
     from turnwise.store import overview, policies
     from turnwise.store import sessions as stored_sessions
 

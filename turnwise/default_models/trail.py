@@ -183,7 +183,6 @@ def warm_up_answer_rate(record: Record) -> float:
 
 
 def _off_trail_record(rng: random.Random, name: str, others: list[str], wrong_cities: list[str]) -> Record:
-    """Return a record that leads neither to the trail nor to its city."""
     if rng.random() < _OFF_TRAIL_CITY_RATE:
         return {"city": rng.choice(wrong_cities)}
     boss, friend = rng.sample([other for other in others if other != name], 2)

@@ -134,7 +134,6 @@ def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
 
 
 def _write_batch(directory: Path, rows_of: dict[str, Iterator[stored_archive.Row]]) -> None:
-    """Write the rows of all tables to a new batch."""
     number = utc_now().strftime("%Y%m%dT%H%M%S%f")
     written = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=directory))
     for name, rows in rows_of.items():

@@ -8,18 +8,13 @@ names and not the store, so a package of its own can be one.
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
-import enum
 from collections.abc import Iterable
-from typing import Any
-
-import numpy as np
 
 from turnwise.credit import latest_lines
 from turnwise.store import search
 from turnwise.store.turns import TurnView
 from turnwise.support import support_json
-from turnwise.types import Json, Reward, Turn
+from turnwise.types import Json, Reward, Turn, values_of
 
 OF_THE_STORE = frozenset(
     {
@@ -31,7 +26,7 @@ OF_THE_STORE = frozenset(
 
 def session_document(record: search.SessionRecord) -> Json:
     """Return a session with its turns in order of `seq`, and its effective rewards in order of arrival."""
-    document: Json = as_json(record.session) | {"policy": record.policy}
+    document: Json = values_of(record.session) | {"policy": record.policy}
     own, names = record.session.policy_id, record.policies
     document["turns"] = [_turn(view) | {"policy": names.get(view.turn.policy_or(own))} for view in record.views()]
     document["rewards"] = _lines(latest_lines(record.rewards))
@@ -44,7 +39,7 @@ def _turn(view: TurnView) -> Json:
         "messages": view.messages,
         "tools": view.tools,
         "prompt_token_ids": view.prompt_token_ids.tolist(),
-        "trained_in": as_json(view.trained_in),
+        "trained_in": values_of(view.trained_in),
         "rewards": _lines(view.rewards),
     }
 
@@ -55,20 +50,4 @@ def _lines(rewards: Iterable[Reward]) -> list[Json]:
 
 def _public(record: Turn | Reward) -> Json:
     names = (field.name for field in dataclasses.fields(record) if field.name not in OF_THE_STORE)
-    return {name: as_json(getattr(record, name)) for name in names}
-
-
-def as_json(value: Any) -> Any:
-    """Return a record as JSON values, without the store's number of its policy."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value) if field.name != "policy_id")
-        return {name: as_json(getattr(value, name)) for name in names}
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, dt.datetime):
-        return value.isoformat()
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple | list):
-        return [as_json(item) for item in value]
-    return value
+    return {name: values_of(getattr(record, name)) for name in names}

@@ -221,7 +221,6 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
 
 
 def takes_transfers(settings: EngineSettings) -> bool:
-    """Return whether the engine takes weights from the trainer's memory."""
     if settings.weight_transfer is not None:
         return settings.weight_transfer
     return not settings.lora and has_plugin()

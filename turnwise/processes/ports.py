@@ -42,7 +42,6 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from turnwise.store import groups
 from turnwise.store.conversations import newest_generation
 from turnwise.store.processes import forget_in_states
-from turnwise.store.retention import SESSIONS_AT_ONCE, copies_of
+from turnwise.store.retention import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.rows import RowFormat, StoredRow
 from turnwise.store.schema import consent_marks, sessions
 from turnwise.store.selection import SessionFilter, is_session, session_row
@@ -127,7 +127,6 @@ def restrict_changed(conn: sa.Connection, session: Session) -> None:
 
 
 def inherit(conn: sa.Connection, session: SessionKey, source_ids: Collection[str]) -> None:
-    """Mark a session like those that it holds copies of."""
     sources = sessions.c.tenant == session[0], is_among(conn.dialect, sessions.c.session_id, source_ids)
     denied = sa.select(sa.func.min(sessions.c.record)).where(*sources, sessions.c.train == 0)
     if (record := conn.execute(denied).scalar_one()) is not None:
@@ -146,10 +145,7 @@ def _restrict(
     due = sessions.c.train == 1 if record else sessions.c.record == 1
     some = sa.select(sessions).where(*wanted, due, key > after).order_by(key)
     found = conn.execute(some.limit(SESSIONS_AT_ONCE).with_for_update()).all()
-    deepest, seen = found, {row.session_pk for row in found}
-    while below := [row for row in copies_of(conn, deepest, due, with_forks=True) if row.session_pk not in seen]:
-        deepest = below
-        seen |= {row.session_pk for row in below}
+    deepest = deepest_copies(conn, found, due, with_forks=True)
     _mark(conn, deepest, record=record)
     last = found[-1].session_pk if found and deepest is found else after
     return [(row.tenant, row.session_id) for row in deepest], last

@@ -144,7 +144,6 @@ class Database:
             command.upgrade(config, "head")
 
     def check_schema(self) -> None:
-        """Check that the tables are those of this release."""
         found = self._known_revision()
         if found != _head():
             raise SchemaMismatch(self._mismatch(found))

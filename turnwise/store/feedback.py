@@ -150,7 +150,6 @@ _WITH_SESSION = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).jo
 
 
 def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedback]:
-    """Return the feedback of a session, oldest first."""
     session_pk = session_row(conn, tenant, session_id).session_pk
     own = _WITH_SESSION.where(feedback.c.session_pk == session_pk).order_by(feedback.c.created_at)
     return [rows.FEEDBACK.record(row) for row in conn.execute(own)]

@@ -330,7 +330,6 @@ def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[i
 
 
 def trained_tokens_since(conn: sa.Connection, tenant: str, since: datetime.datetime) -> int:
-    """Return how many tokens of a tenant's policies updates have trained since an instant."""
     own = sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)
     u = updates.c
     trained = sa.select(sa.func.sum(u.num_tokens)).where(u.policy_id.in_(own), u.created_at >= to_micros(since))

@@ -227,7 +227,7 @@ def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]], *, w
     return dataclasses.replace(_delete_with_copies(conn, found, with_forks=with_forks), has_more=bool(found))
 
 
-def copies_of(
+def _copies_of(
     conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
 ) -> Sequence[StoredRow]:
     """Return the rows of some sessions that hold copies of turns of these: what demonstrations made, and forks."""
@@ -245,12 +245,23 @@ def copies_of(
     return conn.execute(holding.limit(SESSIONS_AT_ONCE).with_for_update()).all()
 
 
-def _delete_with_copies(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool = False) -> Deleted:
-    """Delete sessions of which there are no copies. Else delete copies, and say that there is more."""
+def deepest_copies(
+    conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
+) -> Sequence[StoredRow]:
+    """Return copies of which there are no copies; the sessions themselves where they have none."""
     deepest, seen = found, {row.session_pk for row in found}
-    while below := [row for row in copies_of(conn, deepest, with_forks=with_forks) if row.session_pk not in seen]:
+    while True:
+        copies = _copies_of(conn, deepest, *wanted, with_forks=with_forks)
+        below = [row for row in copies if row.session_pk not in seen]
+        if not below:
+            return deepest
         deepest = below
         seen |= {row.session_pk for row in below}
+
+
+def _delete_with_copies(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool = False) -> Deleted:
+    """Delete sessions of which there are no copies. Else delete copies, and say that there is more."""
+    deepest = deepest_copies(conn, found, with_forks=with_forks)
     deleted = _delete(conn, deepest)
     source = sa.tuple_(session_copies.c.tenant, session_copies.c.source_id)
     conn.execute(sa.delete(session_copies).where(source.in_(deleted.sessions)))  # of forks, which stay

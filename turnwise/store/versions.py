@@ -174,7 +174,6 @@ def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
 
 
 def get_version(conn: sa.Connection, version: int) -> PolicyVersion:
-    """Return a version."""
     known = known_version(conn, version)
     if known is None:
         raise no_version(version)
