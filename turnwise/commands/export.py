@@ -26,7 +26,7 @@ from turnwise.commands.place import (
 )
 from turnwise.errors import InvalidRequest
 from turnwise.exchange import plugins, training_formats
-from turnwise.types import Credit, Json, SessionStatus
+from turnwise.types import Credit, Json, SessionStatus, values_of
 
 if TYPE_CHECKING:
     from turnwise.chains import Experience
