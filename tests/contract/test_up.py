@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import json
@@ -27,7 +28,7 @@ from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.ports import free_port
-from turnwise.processes.stack import GpuPlan, plan_gpus
+from turnwise.processes.stack import SHOWN_LOGGERS, GpuPlan, plan_gpus
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
 
@@ -388,3 +389,9 @@ def test_up_keeps_none_of_the_memory_of_its_checks(model):
     argv = [sys.executable, "-c", textwrap.dedent(code), model, str(free_port())]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", [name for names in SHOWN_LOGGERS.values() for name in names])
+def test_a_logger_whose_lines_the_terminal_shows_is_that_of_a_module(name: str):
+    """A module that moves takes the name of its logger along, and the terminal said no more what the trainer waits for."""
+    assert importlib.import_module(name).log.name == name

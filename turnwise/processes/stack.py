@@ -90,7 +90,12 @@ def _divided(
     return engine_gpus, trainer_gpus
 
 
-TRAINER_LOGGERS = tuple(f"trainer.{name}" for name in ("ledger", "pacing", "source", "recorders", "train", "state"))
+SHOWN_LOGGERS = {
+    "proxy": ("proxy.reload.driver",),
+    "trainer": tuple(
+        f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.state")
+    ),
+}
 """The loggers whose lines the terminal shows; warnings and errors of all are shown."""
 ENGINE_START_SECONDS = 600.0
 
@@ -250,7 +255,7 @@ class Stack:
             env=self._database("proxy"),
             ready=f"{self.proxy_url}/readyz",
             port=self._settings.port,
-            shown_lines=lines_of("proxy.reload.driver"),
+            shown_lines=lines_of(*SHOWN_LOGGERS["proxy"]),
         )
 
     def _trainer(self) -> Child:
@@ -264,7 +269,7 @@ class Stack:
             argv = [*launcher, str(len(gpus)), "-m", "turnwise", "train", *flags]
         else:
             argv = command("train", *flags)
-        shown = lines_of(*TRAINER_LOGGERS)
+        shown = lines_of(*SHOWN_LOGGERS["trainer"])
         return Child(name="trainer", argv=argv, env=environment, shown_lines=shown, grace_seconds=30.0)
 
     def _database(self, section: str) -> dict[str, str]:
