@@ -18,7 +18,7 @@ class RewardSettings(Settings):
     """Settings of `turnwise reward`."""
 
     source: Literal["command", "python", "judge"]
-    """Who decides: a program, a Python function, rules on what came back after each turn, or a judging model."""
+    """Who decides: a program, a Python function, or a judging model."""
     url: str = DEFAULT_BASE_URL
     """Address of the proxy; by default that of the `turnwise up` that runs in this directory."""
     api_key: SecretStr | None = None
