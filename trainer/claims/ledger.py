@@ -24,7 +24,6 @@ from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
 from turnwise.store import claims, database, experiences, groups, policies, processes, rows, serving, updates, versions
-from turnwise.store import experiences as stored_experiences
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
 
@@ -305,7 +304,7 @@ class Ledger:
 
     def regression_set(
         self, num_sessions: int, labels: Collection[str]
-    ) -> tuple[list[Experience], stored_experiences.SessionLabels]:
+    ) -> tuple[list[Experience], experiences.SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         roles = self.rule.train_roles
         found, labels_of = self.read(

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import rows
-from turnwise.store.schema import NO_TENANT, policies, policy_versions, turns
+from turnwise.store.schema import NO_TENANT, policies, turns
 from turnwise.store.schema import policy_versions as table
 from turnwise.store.statements import insert_ignoring, read_page, size_of
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
@@ -247,7 +247,7 @@ def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_P
 
 
 def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
-    c = policy_versions.c
+    c = table.c
     found = conn.execute(sa.select(c.version, c.metrics).where(c.policy_id == policy_id)).all()
     gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}
     return {version: one["reward_mean"] for version, one in gauges.items() if one.get("reward_mean") is not None}
