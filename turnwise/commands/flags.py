@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import json
 import shlex
 import types
@@ -30,36 +31,21 @@ DESCRIPTIONS = {
     "run": "`turnwise run`: any agent as rollouts.",
     "reward": "`turnwise reward`: rewards from a separate process.",
 }
+_MODELS = {
+    "up": "turnwise.processes.stack:UpSettings",
+    "proxy": "proxy.settings:ProxySettings",
+    "trainer": "trainer.settings:TrainerSettings",
+    "engine": "turnwise.processes.engine_command:EngineSettings",
+    "run": "turnwise.rollouts.settings:RunSettings",
+    "reward": "turnwise.rewards.settings:RewardSettings",
+}
 
 
 def settings_model(section: str) -> type[Settings]:
     """Return the settings model of a section."""
-    match section:
-        case "up":
-            from turnwise.processes.stack import UpSettings
-
-            return UpSettings
-        case "proxy":
-            from proxy.settings import ProxySettings
-
-            return ProxySettings
-        case "trainer":
-            from trainer.settings import TrainerSettings
-
-            return TrainerSettings
-        case "engine":
-            from turnwise.processes.engine_command import EngineSettings
-
-            return EngineSettings
-        case "run":
-            from turnwise.rollouts.settings import RunSettings
-
-            return RunSettings
-        case "reward":
-            from turnwise.rewards.settings import RewardSettings
-
-            return RewardSettings
-    raise ValueError(f"no section {section!r}")
+    module, _, name = _MODELS[section].partition(":")
+    model: type[Settings] = getattr(importlib.import_module(module), name)
+    return model
 
 
 _NOT_SETTINGS = ("config", "dry_run", "as_json")

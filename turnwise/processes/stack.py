@@ -91,7 +91,7 @@ def _divided(
 
 
 SHOWN_LOGGERS = {
-    "proxy": ("proxy.reload.driver",),
+    "proxy": ("proxy.reload.arms", "proxy.reload.driver"),
     "trainer": tuple(
         f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.state")
     ),
