@@ -44,8 +44,10 @@ class Summary:
 
 
 def summarise_sessions(conn: Connection, found: Sequence[Session]) -> list[Summary]:
-    ends = search.ends_of(conn, found)
-    return [Summary(_first_message(prompt), _last_reply(reply), *rest) for prompt, reply, *rest in ends]
+    return [
+        Summary(_first_message(each.first_prompt), _last_reply(each.last_reply), *each[2:])
+        for each in search.ends_of(conn, found)
+    ]
 
 
 def _first_message(stored: str | None) -> str | None:
