@@ -1,35 +1,47 @@
-"""Images through a real vLLM: the next turn extends stored tokens and images exactly, in each dialect.
+"""Images through a real vLLM: the next turn extends stored tokens and images exactly, in each dialect and store.
 
 `TURNWISE_IMAGE_SESSIONS=200 TURNWISE_IMAGE_MODEL=Qwen3VL` before pytest plays more sessions, and another model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import io
 import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 import sqlalchemy as sa
+import torch
+from PIL import Image
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
 from support.seeing_agents import FORMATS, Reference, SeeingAgent
 from support.served_vision import make_served_model, picture, shown
 
+from trainer.batch.batch import build, pack
+from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
 from turnwise import chains
 from turnwise.store import media, rows, schema
 from turnwise.store.database import Database
+from turnwise.store.experiences import PER_CHAIN, PER_TURN, experiences
+from turnwise.store.selection import SessionFilter
 from turnwise.types import Outcome, PlacedImage
 
 NUM_SESSIONS = int(os.environ.get("TURNWISE_IMAGE_SESSIONS", "20"))
 KIND = os.environ.get("TURNWISE_IMAGE_MODEL", "Idefics3")
 MAX_GAP = 1e-4
+MAX_GRADIENT_GAP = 1e-6
+"""Of merged rows from a row a turn, relative, in float64."""
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +126,43 @@ def test_a_placeholder_that_the_processor_would_not_put_there_starts_a_chain_bef
     assert chains.is_trainable(turn)
 
 
+def gradient(policy: Policy, trained: Sequence[chains.Experience], row_tokens: int | None) -> torch.Tensor:
+    """Return the gradient of the sum of all trained tokens' logprobs, each weighed by its captured one."""
+    batch = build(trained, [np.ones(len(each.turn_ids)) for each in trained], policy_version=0)
+    policy.model.zero_grad()
+    for row in pack(batch, range(len(trained)), row_tokens):
+        targets = torch.from_numpy(batch.table.target[row.token])
+        logprobs, _ = policy.logprobs(policy.inputs(row, torch.ones(len(targets)), targets))
+        (logprobs * torch.from_numpy(batch.table.behaviour[row.token])).sum().backward()
+    return torch.cat([each.grad.flatten() for each in policy.model.parameters() if each.grad is not None])
+
+
+def loaded(model_dir: Any) -> Policy:
+    policy = Policy(TrainerSettings(model=str(model_dir), device="cpu", vision="all"))
+    policy.load(0)
+    return policy
+
+
 def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_computes(
-    seeing: RunningProxy, seeing_engine: RunningEngine
+    seeing_engine: RunningEngine, start_proxy: StartProxy, database_url: str
 ) -> None:
+    """On PostgreSQL each call goes to one of two serving processes."""
+    is_postgres = database_url.startswith("postgresql")
+    flags = ("--workers", "2", "--no-session-affinity") if is_postgres else ()
+    seeing = start_proxy(seeing_engine.url, *flags, database_url=database_url)
+
     def play(number: int) -> None:
         rng = random.Random(number)
         agent = SeeingAgent(seeing, f"f{number}", FORMATS[number % len(FORMATS)], rng)
-        with httpx2.Client(timeout=300) as http:
+        with httpx2.Client(timeout=300, limits=httpx2.Limits(max_keepalive_connections=0)) as http:
             agent.play(rng.randint(3, 6), http)
+            http.post(f"{seeing.v1}/rewards", json={"session_id": f"f{number}", "value": 1}).raise_for_status()
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(play, range(NUM_SESSIONS)))
     reference, gaps, found, num_skipped = Reference(seeing_engine.model_dir), [], Counter(), 0
+    policy, gradient_gaps = loaded(seeing_engine.model_dir), []
+    policy.model.double()
     with Database(seeing.database_url).read() as conn:
         digests = set()
         for number in range(NUM_SESSIONS):
@@ -138,12 +175,86 @@ def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_com
                 gap = reference.gap(chain, files)
                 num_skipped += gap is None
                 gaps += [] if gap is None else [gap]
+            if number % 4 == number // 4 % 4:  # a quarter of each format's
+                merged, alone = (
+                    list(
+                        experiences(
+                            conn, SessionFilter(session_id=f"f{number}"), dataclasses.replace(shape, with_files=True)
+                        )
+                    )
+                    for shape in (PER_CHAIN, PER_TURN)
+                )
+                expected = gradient(policy, alone, None)
+                assert len(merged) < len(alone)
+                gradient_gaps.append(float((gradient(policy, merged, 4096) - expected).norm() / expected.norm()))
         stored = conn.exec_driver_sql("SELECT digest FROM media").scalars().all()
     print(
-        f"{KIND}: {NUM_SESSIONS} sessions, {found}, {len(gaps)} chains, largest gap {max(gaps):.2g}, {num_skipped} left"
+        f"{KIND}: {NUM_SESSIONS} sessions, {found}, {len(gaps)} chains, largest gap {max(gaps):.2g}, "
+        f"{num_skipped} left, {len(stored)} images, "
+        f"gradients of {len(gradient_gaps)} sessions differ by {max(gradient_gaps):.2g}"
     )
     assert sorted(stored) == sorted(digests)
     broken = {key: count for key, count in found.items() if key[0] not in (Outcome.EXACT, Outcome.ABORTED)}
     assert broken == {}
     assert {reason for outcome, reason in found if outcome is Outcome.EXACT} <= {None, "edited_history"}
     assert max(gaps) <= MAX_GAP
+    assert max(gradient_gaps) <= MAX_GRADIENT_GAP
+
+
+def written(image: Image.Image, name: str, **options: Any) -> bytes:
+    with io.BytesIO() as file:
+        image.save(file, name, **options)
+        return file.getvalue()
+
+
+def kinds_of_files() -> dict[str, bytes]:
+    colour, (other, grey) = (
+        Image.open(io.BytesIO(picture(1, (90, 70)))),
+        (Image.open(io.BytesIO(picture(seed, (90, 70), mode))) for seed, mode in ((2, "RGB"), (3, "L"))),
+    )
+    alpha = colour.convert("RGBA")
+    alpha.putalpha(grey)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    deep = Image.fromarray(np.arange(0, 63000, 10, dtype=np.uint16).reshape(70, 90))
+    palette = colour.quantize(16)
+    return {
+        "plain": written(colour, "PNG"),
+        "alpha": written(alpha, "PNG"),
+        "grey and alpha": written(alpha.convert("LA"), "PNG"),
+        "grey": written(grey, "PNG"),
+        "one bit": written(grey.convert("1"), "PNG"),
+        "16 bits": written(deep, "PNG"),
+        "palette": written(palette, "PNG"),
+        "transparent palette": written(palette, "PNG", transparency=3),
+        "animated PNG": written(colour, "PNG", save_all=True, append_images=[other]),
+        "turned": written(colour, "JPEG", exif=turned),
+        "CMYK": written(colour.convert("CMYK"), "JPEG"),
+        "animated GIF": written(palette, "GIF", save_all=True, append_images=[other.quantize(16)], transparency=2),
+        "animated WebP": written(alpha, "WEBP", save_all=True, append_images=[other], lossless=True),
+        "BMP": written(colour, "BMP"),
+    }
+
+
+def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(
+    seeing: RunningProxy, seeing_engine: RunningEngine
+) -> None:
+    files, policy = kinds_of_files(), loaded(seeing_engine.model_dir)
+    for content in files.values():
+        ask(seeing, [{"role": "user", "content": [shown(content)]}], max_tokens=1).raise_for_status()
+    for (kind, content), view in zip(files.items(), seeing.turns(), strict=True):
+        (placed,) = view.turn.images or ()
+        assert (view.turn.outcome, placed["pixels"] != "") == (Outcome.EXACT, True), kind
+        assert policy.vision is not None
+        policy.vision._pixels(dataclasses.replace(PlacedImage.of_json(placed), content=content))
+
+
+def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing: RunningProxy) -> None:
+    plain = picture(1, (90, 70))
+    huge = written(Image.new("1", (20_000, 20_000)), "PNG")
+    assert len(huge) < 100_000
+    for content in (plain[:200], plain[:8], b"\xff\xd8\xff" + plain, b"BM" + plain, huge):
+        refused = ask(seeing, [{"role": "user", "content": [shown(content)]}], max_tokens=1)
+        assert refused.status_code == 400, refused.text
+        print(refused.json()["error"]["message"][:200])
+    ask(seeing, [{"role": "user", "content": [shown(plain)]}], max_tokens=1).raise_for_status()

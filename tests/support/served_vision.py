@@ -43,6 +43,7 @@ SPECIAL = (
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 STD = 0.05
+CONTEXT_TOKENS = 4096
 
 
 def _tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
@@ -106,9 +107,14 @@ def make_served_model(directory: Path, kind: str = "Idefics3", *, split: int = 1
     tokenizer = _tokenizer(kind)
     ids = tokenizer.convert_tokens_to_ids
     text = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}
-    text |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    text |= {
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": CONTEXT_TOKENS,
+    }
     text |= {"eos_token_id": ids("<|im_end|>"), "pad_token_id": ids("<|endoftext|>"), "bos_token_id": None}
-    text |= {"initializer_range": STD, "tie_word_embeddings": False}
+    text |= {"initializer_range": STD, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT_TOKENS}
     config, sizes = _qwen(kind, text, ids) if "Qwen" in kind else _idefics(kind, text, ids, split)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
     disturb_vectors(model)

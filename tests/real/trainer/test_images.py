@@ -1,7 +1,11 @@
-"""A session with images through a real vLLM: captured, trained at the engine's logprobs, published and played again."""
+"""A session with images through a real vLLM: captured, trained at the engine's logprobs, published and played again.
+
+`TURNWISE_IMAGE_MODEL=Qwen3VL` before pytest takes another model.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -20,9 +24,9 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory):
-    """A vLLM that serves an Idefics3 with random weights."""
+    """A vLLM that serves a model with random weights."""
     directory = tmp_path_factory.mktemp("seeing")
-    model = make_served_model(directory / "model")
+    model = make_served_model(directory / "model", os.environ.get("TURNWISE_IMAGE_MODEL", "Idefics3"))
     with running_engine(model, directory / "engine.log") as running:
         yield running
 
