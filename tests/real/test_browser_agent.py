@@ -79,7 +79,7 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(
 ) -> None:
     python, chromium = os.environ.get("TURNWISE_BROWSER_USE"), shutil.which("chromium")
     if python is None or chromium is None:
-        pytest.skip("needs TURNWISE_BROWSER_USE, a Python with browser-use, and Debian's Chromium")
+        pytest.skip("needs TURNWISE_BROWSER_USE, a Python with browser-use, and `chromium`")
     monkeypatch.setattr(served_vision, "CONTEXT_TOKENS", CONTEXT_TOKENS)
     model, script = served_vision.make_served_model(tmp_path / "model"), tmp_path / "script.json"
     script.write_text("{}")

@@ -36,6 +36,7 @@ def register() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.multimodal.media.image import ImageMediaIO
     from vllm.multimodal.processing import processor
     from vllm.platforms import current_platform
     from vllm.renderers import hf, params
@@ -59,6 +60,7 @@ def register() -> None:
     load_beside_adapters(LoRAModelRunnerMixin)
     return_supports(logprobs)
     images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
+    images.refuse_unreadable_files(ImageMediaIO)
     tell_why_it_died(EngineCoreProc, EngineDeadError)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
 

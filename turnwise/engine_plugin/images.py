@@ -102,6 +102,26 @@ def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor
     base._maybe_apply_prompt_updates = put_given  # noqa: SLF001
 
 
+def refuse_unreadable_files(media: type[Any]) -> None:
+    """Let vLLM refuse an image that is broken, or has too many pixels, with status 400, and not fail with 500.
+
+    Args:
+        media: `ImageMediaIO`, which catches two of the four errors that Pillow raises.
+    """
+    from PIL import Image
+
+    load = media.load_bytes
+
+    @functools.wraps(load)
+    def load_or_refuse(self: Any, data: bytes) -> Any:
+        try:
+            return load(self, data)
+        except (Image.DecompressionBombError, SyntaxError) as error:
+            raise ValueError(f"Failed to load image: {error}") from error
+
+    media.load_bytes = load_or_refuse
+
+
 def placed(given: GivenIds, updates: Sequence[Any]) -> tuple[list[int], list[dict[str, Any]]]:
     """Return the whole prompt, and each image's placeholder in it, from what vLLM would put there for each image.
 
