@@ -111,7 +111,8 @@ def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
 
 def drop_untrainable(conn: sa.Connection, group_pks: Collection[int]) -> None:
     """Drop the complete groups of these that no trainer holds, and in which no session is left to train."""
-    sampled = sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.policy_id == groups.c.policy_id)
+    of_part = (turns.c.session_pk == sessions.c.session_pk, turns.c.policy_id == groups.c.policy_id)
+    sampled = sa.exists().where(*of_part).correlate(sessions, groups)
     is_complete = groups.c.num_sessions >= groups.c.group_size
     for key, is_due, is_own in ((groups.c.group_pk, is_complete, sa.true()), (groups.c.part_of, sa.true(), sampled)):
         is_left = sa.exists().where(sessions.c.group_pk == key, sessions.c.train == 1, is_own)

@@ -208,7 +208,10 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
     unfinished, part = [GroupStatus.READY.value, GroupStatus.CLAIMED.value], groups.alias()
     waiting = sa.or_(
         groups.c.status.in_(unfinished),
-        sa.exists().where(part.c.part_of == groups.c.group_pk, unindexed(part.c.status).in_(unfinished)),
+        # Few groups are unfinished at a time, so the parts among them are read once, and not for each session.
+        groups.c.group_pk.in_(
+            sa.select(part.c.part_of).where(part.c.status.in_(unfinished), part.c.part_of.is_not(None))
+        ),
         sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),
     )
     return (

@@ -317,14 +317,19 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(
 def test_a_part_without_a_session_that_may_be_trained_is_dropped_or_never_made(
     database: Database, two: tuple[int, int]
 ) -> None:
-    """B sampled in one of two sessions of each group of A, which is denied before the group is ready, or after."""
+    """B sampled in one of two sessions of each group of A, which is denied before the group is ready, or after.
+
+    The default policy sampled in the other one and has a group of its own.
+    """
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
+    add_shared(database, "own", {None: 1}, group_id="own", group_size=1)
+    finish(database, "own")
     denied = ConsentMark(kind=ConsentOf.USER, name="kim")
     for group_id in ("before", "after"):
         of_group = {"group_id": group_id, "group_size": 2, "policy_id": a}
         add_shared(database, f"{group_id}-1", {None: 1, b: 2}, user_id="kim", **of_group)
-        add_shared(database, f"{group_id}-2", {None: 1}, **of_group)
+        add_shared(database, f"{group_id}-2", {None: 1, DEFAULT_POLICY: 1}, **of_group)
     finish(database, "after-1")
     finish(database, "after-2")
     with database.write() as conn:
@@ -333,7 +338,8 @@ def test_a_part_without_a_session_that_may_be_trained_is_dropped_or_never_made(
     finish(database, "before-2")
     with database.read() as conn:
         assert [claims.num_claimable(conn, policy_id=each)[0] for each in two] == [2, 0]
-        parts = sa.select(schema.groups.c.group_id, schema.groups.c.reason).where(schema.groups.c.part_of.is_not(None))
+        is_part = sa.and_(schema.groups.c.part_of.is_not(None), schema.groups.c.policy_id == b)
+        parts = sa.select(schema.groups.c.group_id, schema.groups.c.reason).where(is_part)
         assert [tuple(row) for row in conn.execute(parts)] == [("after", "no_consent")]
 
 
