@@ -202,6 +202,8 @@ class Relay:
                 raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
         running.version_last = lane.sampled_version
         (shown,) = take_parts([raw], running, lane)
+        if not running.captured.choices:
+            raise EngineUnavailable(f"the engine at {lane.engine.url} answered without a choice; retry")
         return shown
 
     async def _relay_events(self, answer: Answer, running: Running, lane: Lane, send: Send) -> bytes:

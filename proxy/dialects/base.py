@@ -12,13 +12,14 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
 from proxy.dialects import sse
 from turnwise.engine_plugin.supports import FIELD, from_text, tolerance
+from turnwise.json_text import dumps
 from turnwise.store.media import Media
 from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, TokenIds, Turn
@@ -136,13 +137,45 @@ SENT = b"-0"
 """Stands for the ids of the prompt that was sent, where the engine returns these; no engine writes an id so."""
 
 
+CallKey: TypeAlias = tuple[int, int]
+"""The index of a tool call in a stream, and its number among the calls of that index; keys sort as the calls do."""
+NO_INDEX = 2**31
+
+
+def call_key(index: Any, call_id: str, name: str, ids: dict[int, list[str]]) -> CallKey:
+    """Return the call that a part of a stream belongs to.
+
+    Some engines leave the index out, or give it to several calls: a new id with a name begins a call, and without an
+    index each name does.
+
+    Args:
+        index: the part's `index`.
+        call_id: the part's id, empty in most parts.
+        name: its function's name, empty in most parts.
+        ids: the ids of the calls so far, by index; the part's is added.
+    """
+    place = index if isinstance(index, int) else NO_INDEX
+    known = ids.setdefault(place, [])
+    has_new_id = bool(call_id) and known[-1:] not in ([], [""], [call_id])
+    if not known or (name and has_new_id) or (place == NO_INDEX and (name or has_new_id)):
+        known.append(call_id)
+    known[-1] = known[-1] or call_id
+    return place, len(known) - 1
+
+
+def argument_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else dumps(arguments).decode()
+
+
 @dataclasses.dataclass(slots=True)
 class Choice:
     """One sampled choice, complete or so far."""
 
     fields: Json = dataclasses.field(default_factory=functools.partial(dict, role="assistant", content=None))
     texts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    arguments: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    calls: dict[CallKey, tuple[Json, list[str]]] = dataclasses.field(default_factory=dict)
+    """The tool calls of a stream, with the pieces of their arguments."""
+    call_ids: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[bytes] = dataclasses.field(default_factory=list)
     """The sampled tokens' logprobs as JSON, one value for each part of the reply; decoded by the writer."""
@@ -153,8 +186,10 @@ class Choice:
     """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
 
     def message(self) -> Json:
-        for index, parts in self.arguments.items():
-            self.fields["tool_calls"][index]["function"]["arguments"] = "".join(parts)
+        for call, pieces in self.calls.values():
+            call["function"]["arguments"] = "".join(pieces)
+        if self.calls:
+            self.fields["tool_calls"] = [self.calls[key][0] for key in sorted(self.calls)]
         return self.fields | {field: "".join(parts) for field, parts in self.texts.items()}
 
 

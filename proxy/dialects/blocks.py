@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from proxy.dialects import sse
-from proxy.dialects.base import ENDED
+from proxy.dialects.base import ENDED, CallKey, argument_text, call_key
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
@@ -30,7 +30,8 @@ class Block:
     kind: Literal["thinking", "text", "tool"]
     text: str
     """Thinking, text, or a tool's arguments; empty while the block grows."""
-    call: int = -1
+    call: Any = None
+    """The `index` of the call, as the engine gives it."""
     tool_call_id: str = ""
     name: str = ""
     index: int = 0
@@ -39,11 +40,14 @@ class Block:
     def is_cut_call(self, finish_reason: str | None) -> bool:
         if self.kind != "tool":
             return False
+        if not self.name:
+            return True
         return json_object(self.text) is None if self.text else finish_reason not in ENDED
 
 
-def blocks_of(message: Json) -> Iterator[Block]:
-    index = 0
+def blocks_of(message: Json | None) -> Iterator[Block]:
+    """Return the blocks of a message or of a delta; an engine may leave either out."""
+    index, message = 0, message or {}
     if thinking := message.get("reasoning"):
         yield Block("thinking", thinking)
         index = 1
@@ -52,9 +56,9 @@ def blocks_of(message: Json) -> Iterator[Block]:
         index += 1
     for position, part in enumerate(message.get("tool_calls") or ()):
         function = part.get("function") or {}
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
-        called = part.get("index", position)
-        yield Block("tool", arguments, called, part.get("id") or "", name, index + position)
+        call_id, name, arguments = part.get("id") or "", function.get("name") or "", function.get("arguments") or ""
+        if call_id or name or arguments:
+            yield Block("tool", argument_text(arguments), part.get("index"), call_id, name, index + position)
 
 
 class Assembler:
@@ -63,12 +67,14 @@ class Assembler:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._said: Block | None = None
-        self._calls: dict[int, Block] = {}
+        self._calls: dict[CallKey, Block] = {}
+        self._call_ids: dict[int, list[str]] = {}
 
     def block_for(self, part: Block) -> tuple[Block, bool, Block | None]:
         """Return the block that a part extends, whether it is a new one, and the block that is complete now."""
         is_call = part.kind == "tool"
-        block = self._calls.get(part.call) if is_call else self._said
+        key = call_key(part.call, part.tool_call_id, part.name, self._call_ids) if is_call else (0, 0)
+        block = self._calls.get(key) if is_call else self._said
         is_new = block is None or block.kind != part.kind
         complete = None
         # Text may go on after a call: it is one field of the message.
@@ -78,7 +84,7 @@ class Assembler:
             block = dataclasses.replace(part, text="", index=len(self.blocks), pieces=[])
             self.blocks.append(block)
             if is_call:
-                self._calls[part.call] = block
+                self._calls[key] = block
             else:
                 self._said = block
         else:
@@ -88,7 +94,7 @@ class Assembler:
 
     def finish(self) -> list[Block]:
         said = [] if self._said is None else [self._said]
-        return [joined(block) for block in (*said, *(block for _, block in sorted(self._calls.items())))]
+        return [joined(block) for block in (*said, *(self._calls[key] for key in sorted(self._calls)))]
 
 
 def joined(block: Block) -> Block:
@@ -120,7 +126,7 @@ class BlockEncoder(abc.ABC):
             self._started = True
             events.append(self.starting(chunk))
         for choice in chunk["choices"]:
-            parts = list(blocks_of(choice["delta"]))
+            parts = list(blocks_of(choice.get("delta")))
             logprobs = text_logprobs(choice.get("logprobs"), parts)
             events += [self._grow(part, logprobs) for part in parts]
             if choice.get("finish_reason") is not None:
@@ -191,6 +197,14 @@ def _between(content: list[Json], begin: int, end: int) -> list[Json]:
             found.append(entry)
         at = after
     return found
+
+
+def counts_of(usage: Json) -> tuple[int, int, int, int]:
+    """Return an engine's numbers of prompt and sampled tokens, of those that were cached, and of those of thinking."""
+    prompt, sampled = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return prompt, sampled, min(cached, prompt), min(thoughts, sampled)
 
 
 def cut_off_error(finish_reason: str | None) -> str:

@@ -17,7 +17,7 @@ import orjson
 
 from proxy.dialects import sse
 from proxy.dialects.base import ENDED, Action, Call, WireRoute
-from proxy.dialects.blocks import Assembler, Block, blocks_of, embedded, own_id, read_error
+from proxy.dialects.blocks import Assembler, Block, blocks_of, counts_of, embedded, own_id, read_error
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini_request import chat_body, num_signatures, read, read_object
 from turnwise.types import Json
@@ -200,7 +200,7 @@ class GeminiEncoder:
     def _read_head(self, reply: Json) -> None:
         if usage := reply.get("usage"):
             for choice in reply["choices"] if self._field == "delta" else ():
-                self._num_sampled[choice["index"]] = usage.get("completion_tokens", 0)
+                self._num_sampled[choice["index"]] = usage.get("completion_tokens") or 0
             total = sum(self._num_sampled.values()) if reply["choices"] and self._num_sampled else None
             self._usage = usage if total is None else {**usage, "completion_tokens": total}
         self._head = {"modelVersion": reply["model"], "responseId": own_id(reply["id"], Gemini.id_prefix)}
@@ -215,7 +215,7 @@ class GeminiEncoder:
         """Return what a choice, or a chunk of one, completes: the calls of a stream are complete at its end."""
         parts: list[Json] = []
         finish_reason, calls = choice.get("finish_reason"), self._calls.setdefault(choice["index"], Assembler())
-        for block in blocks_of(choice[self._field]):
+        for block in blocks_of(choice.get(self._field)):
             if block.kind == "tool":
                 calls.block_for(block)
             elif block.kind == "text":
@@ -258,14 +258,12 @@ def _token(entry: Json) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    prompt, sampled = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    prompt, sampled, cached, thoughts = counts_of(usage)
     counts: Json = {
         "promptTokenCount": prompt,
         "candidatesTokenCount": sampled - thoughts,
         "totalTokenCount": prompt + sampled,
     }
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     optional = {"thoughtsTokenCount": thoughts, "cachedContentTokenCount": cached}
     return counts | {field: count for field, count in optional.items() if count}
 

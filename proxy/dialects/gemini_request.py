@@ -32,6 +32,7 @@ SAMPLING_FIELDS = {
 }
 ZERO_COUNTS = ("temperature", "seed", "presencePenalty", "frequencyPenalty", "topP", "maxOutputTokens")
 """Fields whose 0 is a value; 0 in any other field counts as absent."""
+INTEGERS = ("topK", "candidateCount", "maxOutputTokens", "seed", "logprobs")
 TOOL_MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none", "MODE_UNSPECIFIED": "auto"}
 THINKING_LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 OUTPUT_KEYS = ("output", "result")
@@ -139,7 +140,7 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
         text, call = part.get("text"), read_object(part, "functionCall")
         if call:
             name = str(call.get("name") or "")
-            call_id, arguments = calls.call(name, call.get("id")), dumps(call.get("args") or {}).decode()
+            call_id, arguments = calls.call(name, call.get("id")), dumps(read_object(call, "args")).decode()
             reply.setdefault("tool_calls", []).append(chat_tool_call(call_id, name, arguments))
         elif isinstance(text, str):
             field = "reasoning" if part.get("thought") else "content"
@@ -198,7 +199,10 @@ def _system_text(instruction: Any) -> str:
         return instruction or ""
     parts = instruction.get("parts") if isinstance(instruction, dict) else instruction
     parts = [parts] if isinstance(parts, dict) else parts
-    return "\n".join(str(part.get("text") or "") for part in parts_of(parts, "systemInstruction"))
+    texts = [_chat_part(part) for part in parts_of(parts, "systemInstruction")]
+    if any(text["type"] != "text" for text in texts):
+        raise InvalidRequest("`systemInstruction` has a part that is no text; send text", param="systemInstruction")
+    return "\n".join(text["text"] for text in texts)
 
 
 def chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
@@ -265,10 +269,10 @@ def _sampling(config: Json) -> Json:
         value = read(config, field)
         if isinstance(value, str) and field not in ("stopSequences", "responseLogprobs"):
             value = _number(field, value)
+        if isinstance(value, float) and field in INTEGERS and value.is_integer():
+            value = int(value)  # Google's own type of topK is a float, and protobuf's JSON writes integers so too
         if value or (value is not None and field in ZERO_COUNTS):
             chat[chat_field] = value
-    if isinstance(top_k := chat.get("top_k"), float) and top_k.is_integer():
-        chat["top_k"] = int(top_k)  # Google's own type is a float, as google-genai sends it
     if "top_logprobs" in chat and "logprobs" not in chat:
         del chat["top_logprobs"]
     thinking = read_object(config, "thinkingConfig")

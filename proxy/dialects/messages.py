@@ -24,6 +24,7 @@ from proxy.dialects.blocks import (
     blocks_of,
     chat_tool,
     chat_tool_call,
+    counts_of,
     cut_off_error,
     embedded,
     failed_text,
@@ -59,7 +60,7 @@ _DATE = re.compile(r"_\d{8}$")
 TRANSLATED = frozenset(
     {
         *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"),
-        *("stream_options", "thread"),
+        *("output_format", "stream_options", "thread"),
     }
 )
 IGNORED = frozenset(
@@ -146,7 +147,7 @@ class Messages(ChatCompletions):
         finish_reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
         if is_cut_off(finish_reason):
             raise EngineUnavailable(cut_off_error(finish_reason))
-        blocks = [block for block in blocks_of(choice["message"]) if not block.is_cut_call(finish_reason)]
+        blocks = [block for block in blocks_of(choice.get("message")) if not block.is_cut_call(finish_reason)]
         message = _head(decoded)
         message |= {
             "content": [_content(block, message["id"]) for block in blocks],
@@ -251,7 +252,7 @@ def _stop(finish_reason: str | None, stop: Any, *, has_calls: bool) -> Json:
         reason = "refusal"
     elif has_calls:
         reason = "tool_use"
-    return {"stop_reason": reason, "stop_sequence": stop if isinstance(stop, str) else None}
+    return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
 
 def _head(reply: Json) -> Json:
@@ -271,10 +272,10 @@ def _content(block: Block, signature: str) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    prompt, sampled, cached, _ = counts_of(usage)
     return {
-        "input_tokens": usage.get("prompt_tokens", 0) - cached,
-        "output_tokens": usage.get("completion_tokens", 0),
+        "input_tokens": prompt - cached,
+        "output_tokens": sampled,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
     }
@@ -286,6 +287,7 @@ def _error(error: Json, kind: str) -> Json:
 
 def chat_body(body: Json, failed_tool_text: str) -> Json:
     check_kinds(body, {"messages": list, "tools": list, "thinking": dict, "output_config": dict, "tool_choice": dict})
+    check_kinds(body, {"output_format": dict})
     chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
     chat["messages"] = [*_system(body.get("system")), *chat_messages(body.get("messages") or [], failed_tool_text)]
     if tools := [_chat_tool(tool) for tool in body.get("tools") or () if not is_server_tool(tool)]:
@@ -296,7 +298,8 @@ def chat_body(body: Json, failed_tool_text: str) -> Json:
         chat["stop"] = stops
     if (body.get("thinking") or {}).get("type") == "disabled":
         chat["reasoning_effort"] = "none"
-    chat |= _chat_output(body.get("output_config") or {}, chat)
+    # Anthropic's earlier name of the format, which its beta still takes.
+    chat |= _chat_output({"format": body.get("output_format")} | (body.get("output_config") or {}), chat)
     return chat | stream_and_prefill(body, chat["messages"])
 
 
@@ -330,11 +333,22 @@ def _role_and_blocks(message: Any) -> tuple[Any, list[Json]]:
 
 
 def _system(system: Any) -> Iterator[Json]:
-    texts = (
-        [system] if isinstance(system, str) else [str(block.get("text", "")) for block in parts_of(system, "system")]
-    )
+    texts = [system] if isinstance(system, str) else list(map(_text_block, parts_of(system, "system")))
     if kept := [text for text in texts if text and not text.startswith(BOOKKEEPING)]:
         yield {"role": "system", "content": "\n".join(kept)}
+
+
+def _text_block(block: Json) -> str:
+    """Return the text of a block among which only text is served.
+
+    Raises:
+        InvalidRequest: it is of another type.
+    """
+    if block.get("type", "text") != "text":
+        raise InvalidRequest(
+            f"a block of type {block['type']!r:.40} cannot be served here; send text", param="messages"
+        )
+    return str(block.get("text") or "")
 
 
 def _assistant_message(blocks: list[Json]) -> Json:
@@ -350,6 +364,7 @@ def _assistant_message(blocks: list[Json]) -> Json:
 
 
 def _chat_tool_call(block: Json) -> Json:
+    check_kinds(block, {"input": dict})
     return chat_tool_call(block.get("id"), block.get("name"), dumps(block.get("input") or {}).decode())
 
 
@@ -359,7 +374,7 @@ def _user_messages(blocks: list[Json], failed_tool_text: str) -> Iterator[Json]:
         if block.get("type") != "tool_result":
             rest += _chat_parts(block)
             continue
-        content = block.get("content") or ""
+        content = "" if block.get("content") is None else block["content"]
         parts = (
             [{"type": "text", "text": content}]
             if isinstance(content, str)
@@ -389,13 +404,14 @@ def _chat_part(block: Json) -> Json:
     check_kinds(block, {"source": dict})
     source = block.get("source") or {}
     match block.get("type"), source.get("type"):
-        case "image", "base64":
-            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        case "image", "url":
-            url = str(source.get("url"))
+        case "image", "base64" if source.get("media_type") and source.get("data"):
+            url = f"data:{source['media_type']};base64,{source['data']}"
+        case "image", "url" if source.get("url"):
+            url = str(source["url"])
         case "image", kind:
             raise InvalidRequest(
-                f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` or `url`",
+                f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` with "
+                "`media_type` and `data`, or as `url`",
                 param="messages",
             )
         case "document", kind:
@@ -416,24 +432,23 @@ def _block_text(block: Json) -> str | None:
     source = block.get("source")
     match block.get("type"), source.get("type") if isinstance(source, dict) else None:
         case "text", _:
-            return str(block.get("text", ""))
-        case "document", "text":
-            return str((source or {}).get("data", ""))
-        case "document", "content":
-            return _text_of((source or {}).get("content"))
+            return _text_block(block)
+        case "document", ("text" | "content") as kind:
+            own = (source or {}).get("data" if kind == "text" else "content")
+            texts = [block.get("title"), block.get("context"), _text_of(own)]
         case "search_result", _:
-            return "\n".join(str(each) for each in (block.get("title"), source, _text_of(block.get("content"))) if each)
+            texts = [block.get("title"), source, _text_of(block.get("content"))]
         case "tool_reference", _:
-            return str(block.get("tool_name", ""))
+            texts = [block.get("tool_name")]
         case "compaction", _:
-            return _text_of(block.get("content"))
-    return None
+            texts = [_text_of(block.get("content"))]
+        case _:
+            return None
+    return "\n".join(str(each) for each in texts if each)
 
 
 def _text_of(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text") or "") for part in parts_of(content, "content"))
+    return content if isinstance(content, str) else "\n".join(map(_text_block, parts_of(content, "content")))
 
 
 def is_server_tool(tool: Any) -> bool:

@@ -36,6 +36,8 @@ CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 FAILED = ("failed", "incomplete")
+ASKING = ("user", "system", "developer")
+"""Roles of the messages that are not replies."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,7 +116,9 @@ def chat_tool_choice(choice: Any) -> Any:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        name = flat_name(choice.get("namespace"), choice.get("name"))
+        if not isinstance(choice.get("name"), str):
+            raise InvalidRequest("`tool_choice` must have the `name` of a tool.", param="tool_choice")
+        name = flat_name(choice.get("namespace"), choice["name"])
         return {"type": "function", "function": {"name": name}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return choice.get("mode") or "auto"
@@ -143,10 +147,10 @@ def chat_messages(given: Any, failed_tool_text: str) -> list[Json]:
 def _add_item(messages: list[Json], item: Any, failed_tool_text: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     match kind:
-        case "message" if item.get("role") == "assistant":
+        case "message" if item.get("role") == "assistant" and not item.get("tool_calls"):
             _open_reply(messages, unless_holds=("content", "tool_calls"))["content"] = _text(item.get("content"))
         case "message":
-            messages.append({"role": item.get("role"), "content": _chat_content(item.get("content"))})
+            messages.append(_asking_message(item))
         case "reasoning":
             _add_reasoning(messages, _text(item.get("content") or item.get("summary")))
         case str() if kind in CALLS:
@@ -174,6 +178,23 @@ def _add_item(messages: list[Json], item: Any, failed_tool_text: str) -> None:
                 "their outputs",
                 param="input",
             )
+
+
+def _asking_message(item: Json) -> Json:
+    """Return a message that is no reply.
+
+    Raises:
+        InvalidRequest: it is a message of chat that is an item of its own here.
+    """
+    if item.get("tool_calls"):
+        raise InvalidRequest("send `tool_calls` as items of type function_call", param="input")
+    if item.get("role") not in ASKING:
+        raise InvalidRequest(
+            f"a message of role {item.get('role')!r:.40} cannot be served; send one of {', '.join(ASKING)} or "
+            "assistant, and outputs of tools as items of type function_call_output",
+            param="input",
+        )
+    return {"role": item["role"], "content": _chat_content(item.get("content"))}
 
 
 def _add_reasoning(messages: list[Json], text: str) -> None:
@@ -212,7 +233,7 @@ def _chat_content(content: Any) -> Any:
 def _chat_part(part: Json) -> Json:
     kind = part.get("type")
     if kind in TEXT_PARTS:
-        return {"type": "text", "text": str(part.get("text", ""))}
+        return {"type": "text", "text": str(part.get("text") or "")}
     if kind == "input_image" and part.get("image_url"):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     raise InvalidRequest(
@@ -224,7 +245,10 @@ def _chat_part(part: Json) -> Json:
 def _text(parts: Any) -> str:
     if parts is None or isinstance(parts, str):
         return parts or ""
-    return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts_of(parts, "input"))
+    found = [part if part.get("type") == "refusal" else _chat_part(part) for part in parts_of(parts, "input")]
+    if any(part["type"] == "image_url" for part in found):
+        raise InvalidRequest("an assistant's message with images cannot be served; send text", param="input")
+    return "".join(str(part.get("text") or part.get("refusal") or "") for part in found)
 
 
 def item_status(block: Block, last: Block | None, finish_reason: str | None) -> str:
@@ -253,7 +277,7 @@ def item_id(block: Block, response_id: str) -> str:
     return f"{ID_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{block.index}"
 
 
-def reply_blocks(message: Json) -> list[Block]:
+def reply_blocks(message: Json | None) -> list[Block]:
     return list(blocks_of(message)) or [Block("text", "")]
 
 

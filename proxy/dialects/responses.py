@@ -14,7 +14,15 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute
-from proxy.dialects.blocks import Block, BlockEncoder, cut_off_error, own_id, stream_and_prefill, text_logprobs
+from proxy.dialects.blocks import (
+    Block,
+    BlockEncoder,
+    counts_of,
+    cut_off_error,
+    own_id,
+    stream_and_prefill,
+    text_logprobs,
+)
 from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.dialects.response_items import (
     HOSTED_ITEMS,
@@ -141,7 +149,7 @@ class Responses(ChatCompletions):
     def _encoded(self, decoded: Json, request: Json) -> bytes:
         choice = decoded["choices"][0]
         response, finish_reason = _head(decoded, request), choice.get("finish_reason")
-        blocks, tools = reply_blocks(choice["message"]), read_tools(request.get("tools"))
+        blocks, tools = reply_blocks(choice.get("message")), read_tools(request.get("tools"))
         logprobs = text_logprobs(choice.get("logprobs"), blocks)
         output = [
             output_item(block, response["id"], tools, logprobs, item_status(block, blocks[-1], finish_reason))
@@ -322,9 +330,7 @@ def _head(reply: Json, request: Json) -> Json:
 
 
 def _ending(finish_reason: str | None, usage: Json) -> Json:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-    num_prompt, num_sampled = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    num_prompt, num_sampled, cached, reasoning = counts_of(usage)
     cut = INCOMPLETE.get(finish_reason or "")
     failed = cut is None and finish_reason not in ENDED
     return {

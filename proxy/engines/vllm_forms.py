@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from proxy.dialects.base import SENT, Call, Captured, Choice
+from proxy.dialects.base import SENT, Call, Captured, Choice, argument_text, call_key
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.images import FIELD as PLACES
@@ -228,13 +228,16 @@ def _extend_message(choice: Choice, part: EngineChoice) -> bool:
 
 
 def _join_call(choice: Choice, part: Json) -> None:
-    calls, index = choice.fields.setdefault("tool_calls", []), part.get("index", 0)
-    while len(calls) <= index:
-        calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-    call, function = calls[index], part.get("function") or {}
-    call["id"] = part.get("id") or call["id"]
-    call["function"]["name"] += function.get("name") or ""
-    choice.arguments.setdefault(index, []).append(function.get("arguments") or "")
+    function = part.get("function") or {}
+    call_id, name, arguments = part.get("id") or "", function.get("name") or "", function.get("arguments") or ""
+    if not (call_id or name or arguments):
+        return  # a tool parser had nothing to say
+    key = call_key(part.get("index"), call_id, name, choice.call_ids)
+    opened: Json = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+    call, pieces = choice.calls.setdefault(key, (opened, []))
+    call["id"] = call["id"] or call_id or None
+    call["function"]["name"] += name
+    pieces.append(argument_text(arguments))
 
 
 def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:

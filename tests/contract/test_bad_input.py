@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -221,8 +222,10 @@ def test_a_directory_that_cannot_be_served_is_refused_before_any_engine_loads_it
     assert both.engine.state.reloads == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", [FaultKind.RESET, FaultKind.MALFORMED])
+@pytest.mark.parametrize(
+    ("kind", "stream"),
+    [*itertools.product((FaultKind.RESET, FaultKind.MALFORMED), (False, True)), (FaultKind.NO_CHOICES, False)],
+)
 def test_a_call_without_a_valid_engine_reply_gets_an_error_and_is_stored_with_its_outcome(shared, kind, stream):
     both, http = shared
     both.engine.fail_next(Fault(kind=kind, count=2 if kind is FaultKind.RESET else 1))

@@ -41,7 +41,7 @@ from turnwise.store.schema import (
     turns,
 )
 from turnwise.store.selection import SessionFilter, session_row
-from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within, unindexed
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
 from turnwise.store.turns import fitting
 from turnwise.types import FEEDBACK, GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files

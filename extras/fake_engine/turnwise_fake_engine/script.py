@@ -35,6 +35,8 @@ class FaultKind(enum.StrEnum):
     """No byte is sent after some chunks until the client disconnects."""
     MALFORMED = "malformed"
     """Invalid JSON."""
+    NO_CHOICES = "no_choices"
+    """A plain reply without a choice."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105  a kind of fault
     """A reply without the requested token ids."""
     ANOTHER_MODEL = "another_model"

@@ -145,6 +145,9 @@ def _fault_reply(fault: Fault | None, seen: SeenCall) -> Response | None:
         return reply_error("a fault was asked for", fault.status)
     if fault and fault.kind is FaultKind.MALFORMED:
         return Response(b'{"id": "' + seen.reply_id.encode() + b'", "choices": [', media_type="application/json")
+    if fault and fault.kind is FaultKind.NO_CHOICES:
+        empty = {"id": seen.reply_id, "created": 0, "model": "fake", "choices": []}
+        return Response(orjson.dumps(empty), media_type="application/json")
     return None
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from proxy.dialects.base import Call, Dialect
+from proxy.dialects.base import Call, Captured, Dialect
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
+from proxy.engines.vllm_forms import read_parts
 from turnwise.errors import EngineUnavailable
 
 Json = dict[str, Any]
@@ -203,6 +204,139 @@ def test_calls_whose_parts_alternate_are_put_together_by_their_index() -> None:
     assert (added, sorted(closed)) == ([0, 1, 2, 3], added)
     (last,) = read_stream(google, asked, INTERLEAVED, "tool_calls")[-1]["candidates"]
     assert [part["functionCall"]["args"] for part in last["content"]["parts"]] == [{"a": 1}, {"b": 2}]
+
+
+def of_call(call_id: str | None, name: str | None, arguments: Any, **index: Any) -> Json:
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}, **index}
+
+
+def stored_calls(deltas: list[Json]) -> list[tuple[str, str]]:
+    """Return the calls that are captured of a stream, by name and arguments."""
+    captured = Captured()
+    chunks = [json.dumps(HEAD | {"choices": [{"index": 0, "delta": delta}]}).encode() for delta in deltas]
+    read_parts(chunks, captured, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
+    calls = captured.choices[0].message().get("tool_calls") or []
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+FIRST, SECOND = ("a", "first", '{"n": 1}'), ("b", "second", '{"n": 2}')
+UNUSUAL_INDICES: dict[str, list[Any]] = {
+    "no index": [[of_call(*FIRST)], [of_call(*SECOND)]],
+    "no index, in one chunk": [[of_call(*FIRST), of_call(*SECOND)]],
+    "no index and no id": [[of_call(None, *FIRST[1:])], [of_call("", *SECOND[1:])]],
+    "null": [
+        [of_call(*FIRST, index=None)],
+        [of_call("b", "second", '{"n"', index=None)],
+        [of_call(None, None, ": 2}")],
+    ],
+    "the same index": [[of_call(*FIRST, index=0)], [of_call(*SECOND, index=0)]],
+    "from one on": [[of_call(*FIRST, index=1)], [of_call(*SECOND, index=2)]],
+    "with a gap, backwards": [[of_call(*SECOND, index=7)], [of_call(*FIRST, index=3)]],
+    "negative": [[of_call(*FIRST, index=-1)], [of_call(*SECOND, index=0)]],
+    "arguments as an object": [[of_call("a", "first", {"n": 1}, index=0)], [of_call(*SECOND, index=1)]],
+    "a new id in each part": [
+        [of_call("a", "first", '{"n"', index=0), of_call(*SECOND, index=1)],
+        [of_call("c", None, ": 1}", index=0)],
+    ],
+}
+
+
+@pytest.mark.parametrize("parts", UNUSUAL_INDICES.values(), ids=list(UNUSUAL_INDICES))
+def test_calls_are_told_apart_where_an_engine_leaves_their_index_out_or_repeats_it(parts: list[Any]) -> None:
+    """What is stored is what each client reads: these two calls, and none between them."""
+    deltas = [{"tool_calls": calls} for calls in parts]
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    found = [(name, json.loads(arguments)) for name, arguments in stored_calls(deltas)]
+    assert found == [("first", {"n": 1}), ("second", {"n": 2})]
+    blocks, _ = messages_of(read_stream(claude, body, deltas, "tool_calls"))
+    assert [(block["name"], block["input"]) for block in blocks] == found
+    output = read_stream(openai, given, deltas, "tool_calls")[-1]["response"]["output"]
+    assert sorted((item["name"], json.loads(item["arguments"])) for item in output) == found
+    (end,) = read_stream(google, asked, deltas, "tool_calls")[-1]["candidates"]
+    called = [part["functionCall"] for part in end["content"]["parts"]]
+    assert [(call["name"], call["args"]) for call in called] == found
+
+
+@pytest.mark.parametrize("part", [{"index": 0, "function": {}}, {"index": 0, "function": None}, {"index": 0}])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_part_of_a_call_that_says_nothing_is_no_call(part: Json, *, stream: bool) -> None:
+    """vLLM's parsers send such parts where they find no call in what looks like one."""
+    assert stored_calls([{"tool_calls": [part]}]) == []
+    said = {"content": "So", "tool_calls": [part]}
+    for (dialect, body), end in zip(REQUESTS, ("end_turn", "completed", "STOP"), strict=True):
+        if stream:
+            read: Any = read_stream(dialect, body, [said], "tool_calls")
+        else:
+            read = read_whole(dialect, body, said, "tool_calls")
+        assert "So" in str(read)
+        assert end in str(read)
+        assert not any(kind in str(read) for kind in ("tool_use'", "function_call'", "functionCall"))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_call_without_a_name_reaches_no_client_as_a_complete_one(*, stream: bool) -> None:
+    for (dialect, body), end in zip(REQUESTS, ("tool_use", "completed", "MALFORMED_FUNCTION_CALL"), strict=True):
+        calls, found = read_reply(dialect, body, "tool_calls", WHOLE, ("", "{}"), stream=stream)
+        assert ([call for call in calls if call[0]], found) == ([(*calls[0][:1], *calls[0][1:])], end)
+        assert all(call[-1] == "incomplete" for call in calls[1:])
+
+
+COUNTS: list[tuple[Json | None, tuple[int, int, int]]] = [
+    (None, (0, 0, 0)),
+    ({"prompt_tokens": None, "completion_tokens": None, "total_tokens": None}, (0, 0, 0)),
+    ({"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": None}}, (10, 0, 7)),
+    ({"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 30}}, (0, 10, 7)),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("usage", "counts"), COUNTS)
+def test_counts_that_an_engine_leaves_out_are_zero_and_none_is_negative(
+    usage: Json | None, counts: tuple[int, int, int], *, stream: bool
+) -> None:
+    """By Anthropic's way of counting: input tokens that were not cached, cached ones, sampled ones."""
+    message: Json = {"content": "So"}
+    ends: list[Json] = []
+    for dialect, body in REQUESTS:
+        call = call_of(dialect, body, stream=stream)
+        if stream:
+            chunks = [{"choices": [{"index": 0, "delta": message, "finish_reason": "stop"}]}, {"choices": []}]
+            sent = b"".join(
+                call.encoder.chunks([json.dumps(HEAD | chunk | {"usage": usage}).encode()]) for chunk in chunks
+            )
+            lines = (sent + call.encoder.done()).splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+            ends.append(events[-2] if isinstance(dialect, Messages) else events[-1].get("response") or events[-1])
+        else:
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            reply = HEAD | {"choices": [choice], "usage": usage}
+            ends.append(json.loads(dialect.encode_reply(json.dumps(reply).encode(), call)))
+    claude, openai, google = ends
+    of_claude = claude["usage"]
+    assert (of_claude["input_tokens"], of_claude["cache_read_input_tokens"], of_claude["output_tokens"]) == counts
+    assert (openai["usage"]["input_tokens"], openai["usage"]["output_tokens"]) == (counts[0] + counts[1], counts[2])
+    assert google["usageMetadata"]["promptTokenCount"] == counts[0] + counts[1]
+
+
+@pytest.mark.parametrize("left_out", [{}, {"delta": None, "message": None}], ids=["missing", "null"])
+def test_a_delta_or_a_message_that_an_engine_leaves_out_is_empty(left_out: Json) -> None:
+    choice = {"index": 0, "finish_reason": "stop", **left_out}
+    said = {"choices": [{"index": 0, "delta": {"content": "So"}, "finish_reason": None}]}
+    for (dialect, body), end in zip(REQUESTS, ("end_turn", "completed", "STOP"), strict=True):
+        events = events_of(dialect, body, [said, {"choices": [choice]}, {"choices": [], "usage": USAGE}])
+        assert end in str(events[-2:])
+        reply = HEAD | {"choices": [choice], "usage": USAGE}
+        assert end in dialect.encode_reply(json.dumps(reply).encode(), call_of(dialect, body, stream=False)).decode()
+
+
+def test_a_stop_sequence_is_named_only_where_it_ended_the_reply() -> None:
+    """As Anthropic documents it: null with every other stop reason."""
+    claude, body = REQUESTS[0]
+    called_one = {"content": None, "tool_calls": [called(0, "{}", "look")]}
+    read = read_whole(claude, body, called_one, "tool_calls", stop_reason="</tool>")
+    assert (read["stop_reason"], read["stop_sequence"]) == ("tool_use", None)
+    read = read_whole(claude, body, {"content": "So"}, "stop", stop_reason="END")
+    assert (read["stop_reason"], read["stop_sequence"]) == ("stop_sequence", "END")
 
 
 def test_the_end_of_a_stream_has_the_whole_usage() -> None:

@@ -75,6 +75,129 @@ def test_google_s_own_bodies_with_objects_for_lists_and_strings_for_numbers_are_
         gemini_call(contents=[{"parts": [{"text": "Hi."}]}], generationConfig={"temperature": "warm"})
 
 
+def test_a_whole_number_that_is_written_as_a_fraction_is_an_integer() -> None:
+    """As in protobuf's JSON; the engine refuses 2.0 candidates."""
+    config = {"candidateCount": 2.0, "maxOutputTokens": "3e1", "topK": 5.0, "seed": 7.0, "temperature": 1.0}
+    body = gemini_call(contents={"parts": {"text": "Hi."}}, generationConfig=config).body
+    found = [body[field] for field in ("n", "max_completion_tokens", "top_k", "seed", "temperature")]
+    assert found == [2, 30, 5, 7, 1.0]
+    assert [type(each) for each in found] == [int, int, int, int, float]
+
+
+SAID_USER = {"role": "user", "content": "Hi."}
+IMAGE: dict[str, Any] = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+USE = {"type": "tool_use", "id": "c", "name": "look"}
+LOST: dict[str, tuple[Any, dict[str, Any], str]] = {
+    **{
+        f"an input that is {type(value).__name__}": (
+            Messages(),
+            {"max_tokens": 9, "messages": [SAID_USER, {"role": "assistant", "content": [{**USE, "input": value}]}]},
+            "`input` must be a JSON object",
+        )
+        for value in ('{"n": 1}', [1], 5)
+    },
+    **{
+        f"args that are {type(value).__name__}": (
+            Gemini(),
+            {"contents": [{"role": "model", "parts": [{"functionCall": {"name": "look", "args": value}}]}]},
+            "`args` must be a JSON object",
+        )
+        for value in ('{"n": 1}', [1], 5)
+    },
+    "a result that is a number": (
+        Messages(),
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result", "content": 0}]}]},
+        "`content` must hold",
+    ),
+    "an image of a system prompt": (
+        Messages(),
+        {"max_tokens": 9, "messages": [SAID_USER], "system": [IMAGE]},
+        "a block of type 'image' cannot be served here; send text",
+    ),
+    "an image of a document": (
+        Messages(),
+        {
+            "max_tokens": 9,
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "content", "content": [IMAGE]}}]}
+            ],
+        },
+        "a block of type 'image' cannot be served here; send text",
+    ),
+    "an image without data": (
+        Messages(),
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [{**IMAGE, "source": {"type": "base64"}}]}]},
+        "send its source as `base64` with",
+    ),
+    "an image of a system instruction": (
+        Gemini(),
+        {
+            "contents": [{"parts": [{"text": "Hi."}]}],
+            "systemInstruction": {"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]},
+        },
+        "a part that is no text; send text",
+    ),
+    "a message of a tool among items": (
+        Responses(),
+        {"input": [{"role": "tool", "tool_call_id": "c", "content": "ok"}]},
+        "a message of role 'tool' cannot be served; send one of user, system, developer or assistant",
+    ),
+    "calls in a message among items": (
+        Responses(),
+        {"input": [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]},
+        "send `tool_calls` as items of type function_call",
+    ),
+    "an image in a reply among items": (
+        Responses(),
+        {
+            "input": [
+                {"role": "assistant", "content": [{"type": "input_image", "image_url": "https://somewhere/a.png"}]}
+            ]
+        },
+        "an assistant's message with images cannot be served; send text",
+    ),
+    "a tool choice in the form of chat": (
+        Responses(),
+        {"input": "Hi.", "tools": [{"type": "function", "name": "look"}]}
+        | {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+        "`tool_choice` must have the `name` of a tool",
+    ),
+}
+
+
+@pytest.mark.parametrize(("dialect", "body", "refusal"), LOST.values(), ids=list(LOST))
+def test_what_no_chat_message_holds_is_refused_by_name_and_not_lost(
+    dialect: Any, body: dict[str, Any], refusal: str
+) -> None:
+    """Without it the model would read a call without arguments, `None`, or nothing at all."""
+    with pytest.raises(InvalidRequest, match=re.escape(refusal)):
+        dialect.parse({"model": "m", "stream": False, **body}, max_choices=1, max_messages=9)
+
+
+def test_a_null_text_is_empty_and_not_the_word_none() -> None:
+    call = messages_call({"role": "user", "content": [{"type": "text", "text": None}]})
+    assert call.messages == [{"role": "user", "content": ""}]
+    asked = {"role": "user", "content": [{"type": "input_text", "text": None}, {"type": "input_text", "text": "Hi."}]}
+    call = Responses().parse({"input": [asked]}, max_choices=1, max_messages=9)
+    assert call.messages == [{"role": "user", "content": "\nHi."}]
+
+
+def test_a_document_is_read_with_its_title_and_context() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    document = {"type": "document", "title": "Weather", "context": "of today", "source": source}
+    call = messages_call({"role": "user", "content": [document]})
+    assert call.messages == [{"role": "user", "content": "Weather\nof today\nIt rains."}]
+
+
+def test_the_earlier_name_of_an_output_format_constrains_the_reply_too() -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+    asked = {"max_tokens": 9, "messages": [SAID_USER]}
+    bodies = [{**asked, "output_format": wanted}, {**asked, "output_config": {"format": wanted}}]
+    first, second = (Messages().parse(body, max_choices=1, max_messages=9).body for body in bodies)
+    assert first == second
+    assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
 def test_an_image_in_a_function_response_reaches_the_engine() -> None:
     image = {"inlineData": {"mimeType": "image/png", "data": "aGk="}}
     response = {"name": "look", "response": {"output": "see"}, "parts": [image]}
