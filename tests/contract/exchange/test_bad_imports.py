@@ -68,6 +68,21 @@ BAD_OPENAI = {
     "a weight that is no number": ({"messages": [USER, REPLY | {"weight": "no"}]}, "weight"),
     "a tool of another API": (HELLO | {"tools": [{"name": "f", "input_schema": {}}]}, "a tool is"),
     "a tool without a name": (HELLO | {"tools": [{"type": "web_search"}]}, "a tool is"),
+    "a tool whose parameters are text": (HELLO | {"tools": [{"name": "f", "parameters": "{}"}]}, "a tool is"),
+    "tools and functions": (HELLO | {"tools": [{"name": "f"}], "functions": [{"name": "g"}]}, "tools and functions"),
+    **{
+        f"reasoning as {field}": (reply(content="x", **{field: value}), f"reasoning as {field}")
+        for field, value in {
+            "reasoning_details": [{"type": "reasoning.text", "text": "hm"}],
+            "thinking_blocks": [{"type": "thinking", "thinking": "hm"}],
+            "thought": "hm",
+        }.items()
+    },
+    **{
+        f"a mark {field}": (reply(content="x", **{field: value}), field)
+        for field, value in {"mask": True, "train_detail": [{"begin_offset": 0, "train": False}]}.items()
+    },
+    "a role and another sender": ({"messages": [USER | {"from": "gpt"}, REPLY]}, "is from 'gpt'"),
 }
 WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
 BAD_ROWS = {
@@ -76,6 +91,26 @@ BAD_ROWS = {
     "a label and a score that says something else": (HELLO | {"label": False, "score": "1.0"}, "each of them"),
     "a score that is not a number": ('{"messages": [], "score": NaN}\n', ""),
     "an infinite reward": (json.dumps(HELLO | {"reward": float("inf")}) + "\n", "reward"),
+    "the class of a row as its label": (HELLO | {"label": 3}, "a label that is a reward is 0 or 1"),
+    "a mask of a row": (HELLO | {"completion_mask": [0, 1]}, "completion_mask"),
+    "a prompt in a conversation beside a pair": (
+        {"conversations": [USER], "chosen": [REPLY], "rejected": [REPLY | {"content": "No"}]}, "another conversation",
+    ),
+    "a conversation beside another pair": (
+        {"messages": [USER, REPLY], "prompt": "Who?", "chosen": "a", "rejected": "b"}, "another conversation",
+    ),
+    "a completion beside a conversation with another reply": (
+        {"prompt": "Hi", "completion": "Ho", **HELLO}, "another conversation",
+    ),
+    "columns of Alpaca beside another conversation": (
+        {"instruction": "a", "output": "b", **HELLO}, "another conversation",
+    ),
+    "an output and another completion": (
+        {"instruction": "a", "output": "b", "prompt": "a", "completion": "c"}, "another output",
+    ),
+    "a message from a function": (
+        {"conversations": [USER, {"from": "function", "value": "{}"}, REPLY]}, "from 'function'",
+    ),
     "two conversations": ({"messages": [USER, REPLY], "conversations": [USER, REPLY]}, "messages and conversations"),
     "a prompt that the conversation has not": ({"prompt": "Who?", "messages": [USER, REPLY]}, "not part of"),
     "a prompt beside another conversation": (
@@ -159,7 +194,11 @@ def test_a_score_may_be_written_as_text(
 
 
 @pytest.mark.parametrize(
-    "mark", [{"weight": "0"}, {"weight": 0.0}, {"weight": False}, {"train": "false"}, {"loss": False}]
+    "mark",
+    [
+        *({"weight": "0"}, {"weight": 0.0}, {"weight": False}, {"train": "false"}, {"loss": False}),
+        *({"training": False}, {"trainable": 0}, {"loss_mask": 0}, {"step_loss_mask": "0"}),
+    ],
 )
 @pytest.mark.parametrize(
     "shape", ["openai", "openai pair", "hf", "hf completion", "hf completion after a system column", "hf pair"]
@@ -193,6 +232,9 @@ PROMPTED = {
     ),
     "a text prompt beside a whole conversation": ({"prompt": "Hi", "completion": WHOLE}, WHOLE[:2]),
     "a prompt beside messages": ({"prompt": "Hi", "messages": WHOLE}, WHOLE[:2]),
+    "a system message of a row": ({"system_message": "Be brief.", **HELLO}, WHOLE[:2]),
+    "columns of Alpaca that say the same": ({"instruction": "Hi", "output": "Hello", "messages": WHOLE}, WHOLE[:2]),
+    "a completion that says the same": ({"prompt": "Hi", "completion": "Hello", **HELLO}, [USER]),
 }  # fmt: skip
 
 

@@ -89,6 +89,12 @@ ROLES = {
     "observation": "tool",
 }
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+OTHER_REASONING = ("reasoning_details", "thinking_blocks", "reasoning_text", "thought", "thoughts")
+"""Fields in which other tools keep reasoning, beside one of those above or alone."""
+MARKS = ("weight", "train", "loss", "training", "trainable", "loss_mask", "step_loss_mask")
+"""Fields of a message that are 0 or false where other trainers leave it out."""
+UNREAD_MARKS = ("mask", "masked", "train_detail", "completion_mask", "assistant_masks")
+"""Marks of parts of a message or row, or whose meaning differs by trainer."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA_FIELDS = ("images", "image", "videos", "video", "audios", "audio", "documents", "chat_template_kwargs")
 """Fields of a message or columns of a row that change what the model reads, and that cannot be tokenised."""
@@ -108,9 +114,7 @@ def chat_messages(found: Any) -> list[Json]:
 def chat_message(found: Any) -> Json:
     if not isinstance(found, dict):
         raise BadLine(f"a message is {_shown(found)}, not an object")
-    name = found.get("role", found.get("from"))
-    if not isinstance(name, str) or name not in ROLES:
-        raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
+    name = _sender(found)
     message: Json = {"role": ROLES[name] or name}
     content = found["content"] if found.get("content") is not None else found.get("value")
     if found.get("value") not in (None, content):
@@ -130,6 +134,18 @@ def chat_message(found: Any) -> Json:
     return message
 
 
+def _sender(found: Json) -> str:
+    name = found.get("role", found.get("from"))
+    if not isinstance(name, str) or name not in ROLES:
+        raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
+    sender = found.get("from", name)
+    if sender != name and ROLES.get(sender, sender) != (ROLES[name] or name):
+        raise BadLine(f"a message has the role {name!r} and is from {sender!r}")
+    if sender == "function" and "role" not in found:
+        raise BadLine("a message is from 'function', which is a call in some files and a result in others")
+    return name
+
+
 def tool_schemas(found: Any) -> list[Json] | None:
     """Return the tool schemas of a document, which may be JSON text; None without any."""
     schemas = value_of_json(found) if isinstance(found, str) else found
@@ -140,26 +156,39 @@ def tool_schemas(found: Any) -> list[Json] | None:
     wrapped = [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
     for schema in wrapped:
         function = schema["function"]
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "input_schema" in function:
+        named = isinstance(function, dict) and isinstance(function.get("name"), str) and "input_schema" not in function
+        if not named or not isinstance(function.get("parameters"), dict | None):
             raise BadLine(f"a tool is {_shown(function)}, not a function with a name and parameters")
     return wrapped
 
 
 def untrained_of(found: list[Any]) -> frozenset[int]:
-    """Return the places of the messages that a file marks by `weight` 0, `train` or `loss` false.
+    """Return the places of the messages that a file marks as not trained, such as by `weight` 0 or `train` false.
 
     Raises:
-        BadLine: a mark is neither 0 nor 1.
+        BadLine: a mark is neither 0 nor 1, or what it means is not known.
     """
     untrained = set()
     for place, message in enumerate(found):
-        for field in ("weight", "train", "loss"):
+        check_marks(message)
+        for field in MARKS:
             mark = number_of(message.get(field), f"message's {field}")
             if mark not in (None, 0.0, 1.0):
                 raise BadLine(f"a message has the {field} {message[field]!r}; 0 and 1 are known")
             if mark == 0.0:
                 untrained.add(place)
     return frozenset(untrained)
+
+
+def check_marks(found: Json) -> None:
+    """Check that a message or a row has no mark of what is trained that is not read.
+
+    Raises:
+        BadLine: it has.
+    """
+    for field in UNREAD_MARKS:
+        if found.get(field) is not None:
+            raise BadLine(f"its {field} marks what is trained in a way that is not read; use weight 0 or 1")
 
 
 def check_no_media(found: Json) -> None:
@@ -185,7 +214,7 @@ def _content(content: Any) -> Any:
     return content
 
 
-def _add_reply_fields(message: Json, found: Json) -> None:
+def _add_reasoning(message: Json, found: Json) -> None:
     for field in REASONING_FIELDS:
         if not isinstance(found.get(field), str | None):
             raise BadLine(f"an assistant message has the {field} {_shown(found[field])}, not a text")
@@ -193,6 +222,13 @@ def _add_reply_fields(message: Json, found: Json) -> None:
             message.setdefault("reasoning", found[field])
             if message["reasoning"] != found[field]:
                 raise BadLine(f"an assistant message has two reasonings, one of them as {field}")
+    other = next((field for field in OTHER_REASONING if found.get(field)), None)
+    if other is not None and "reasoning" not in message:
+        raise BadLine(f"an assistant message has reasoning as {other}; name it reasoning")
+
+
+def _add_reply_fields(message: Json, found: Json) -> None:
+    _add_reasoning(message, found)
     calls, called = found.get("tool_calls"), found.get("function_call")
     if called and (calls or not isinstance(called, dict)):
         raise BadLine(f"a function_call is {_shown(called)}, beside tool calls or no function with arguments")

@@ -20,6 +20,7 @@ from turnwise.exchange.imports.drafts import (
     SampledTokens,
     chat_message,
     chat_messages,
+    check_marks,
     check_no_media,
     conversation_of,
     tool_schemas,
@@ -52,7 +53,7 @@ def openai_drafts(document: Json) -> list[Draft]:
         raise BadLine(f"it has neither messages nor preferred_output; its fields are {', '.join(document) or 'none'}")
     messages = chat_messages(document["messages"])
     untrained = untrained_of(document["messages"])
-    return [Draft(conversations=[conversation_of(messages, _openai_tools(document), untrained=untrained)])]
+    return [Draft(conversations=[conversation_of(messages, _tools(document), untrained=untrained)])]
 
 
 def _pair(document: Json) -> list[Draft]:
@@ -64,7 +65,7 @@ def _pair(document: Json) -> list[Draft]:
     for field, suffix in OUTPUTS.items():
         wholes[suffix] = [*prompt, *chat_messages(document.get(field))]
         marked[suffix] = _marked(document[field], wholes[suffix])
-    return _pair_drafts(wholes, marked, len(prompt), _openai_tools(request))
+    return _pair_drafts(wholes, marked, len(prompt), _tools(request))
 
 
 def _pair_drafts(
@@ -84,12 +85,15 @@ def _pair_drafts(
     ]
 
 
-def _openai_tools(document: Json) -> list[Json] | None:
+def _tools(document: Json) -> list[Json] | None:
+    if document.get("tools") and document.get("functions"):
+        raise BadLine("it has tools and functions")
     return tool_schemas(document.get("tools") or document.get("functions"))
 
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 REWARD_COLUMNS = ("reward", "score", "label")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 
 
 def data_set_drafts(document: Json) -> list[Draft]:
@@ -99,22 +103,24 @@ def data_set_drafts(document: Json) -> list[Draft]:
         BadLine: the row has none of the known columns, or its columns contradict each other.
     """
     check_no_media(document)
-    tools = tool_schemas(document.get("tools"))
+    check_marks(document)
+    tools = _tools(document)
+    columns = [column for column in CONVERSATION_COLUMNS if document.get(column) is not None]
+    if len(columns) > 1:
+        raise BadLine(f"it has the columns {' and '.join(columns)}, each of which is a conversation")
     if document.get("chosen") is not None and document.get("rejected") is not None:
         starts, wholes, marked = [], {}, {}
         for name in REWARDS:
             wholes[name], start, marked[name] = _with_prompt(document, name)
             starts.append(start)
+        _check_agrees(document, columns, list(wholes.values()))
         return _pair_drafts(wholes, marked, min(starts), tools)
     rewards = _rewards(document)
-    columns = [column for column in CONVERSATION_COLUMNS if document.get(column) is not None]
-    if len(columns) > 1:
-        raise BadLine(f"it has the columns {' and '.join(columns)}, each of which is a conversation")
+    document = _with_completion(document)
+    if columns and document.get("completion") is not None:
+        _check_agrees(document, columns, [_with_prompt(document, "completion")[0]])
     if columns:
         return [Draft(conversations=[_whole_conversation(document, columns[0], tools)], rewards=rewards)]
-    if isinstance(document.get("instruction"), str) and document.get("output") is not None:
-        asked = "\n\n".join(filter(None, (document["instruction"], document.get("input"))))
-        document = document | {"prompt": asked, "completion": document["output"]}
     if document.get("completion") is not None:
         whole, start, untrained = _with_prompt(document, "completion")
         untrained = untrained.union(range(start or len(whole) - 1))
@@ -123,6 +129,30 @@ def data_set_drafts(document: Json) -> list[Draft]:
         f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected, "
         f"instruction with output; its columns are {', '.join(document) or 'none'}"
     )
+
+
+def _with_completion(document: Json) -> Json:
+    """Return a row of Alpaca's columns with a prompt and a completion, and any other as it is."""
+    if not isinstance(document.get("instruction"), str) or document.get("output") is None:
+        return document
+    if document.get("completion") not in (None, document["output"]):
+        raise BadLine("it has a completion and another output")
+    asked = "\n\n".join(filter(None, (document["instruction"], document.get("input"))))
+    return document | {"prompt": asked, "completion": document["output"]}
+
+
+def _check_agrees(document: Json, columns: list[str], wholes: list[list[Json]]) -> None:
+    """Check that the conversation of a column is one that other columns make, or their common beginning.
+
+    Raises:
+        BadLine: it is another one, so which of them is trained is not known.
+    """
+    for column in columns:
+        messages = _joined(_before(document), chat_messages(document[column]))
+        if messages[0]["role"] == "system" and wholes[0][0]["role"] != "system":
+            messages = messages[1:]
+        if messages not in wholes and any(whole[: len(messages)] != messages for whole in wholes):
+            raise BadLine(f"its {column} is another conversation than its other columns are")
 
 
 def _whole_conversation(document: Json, column: str, tools: list[Json] | None) -> ImportedConversation:
@@ -169,7 +199,7 @@ def _begun(messages: list[Json], asked: list[Json]) -> int | None:
 
 def _before(document: Json) -> list[Json]:
     """Return the messages of the columns that precede a conversation: a system prompt, and earlier exchanges."""
-    given = {column: document[column] for column in ("system", "system_prompt") if document.get(column)}
+    given = {column: document[column] for column in SYSTEM_COLUMNS if document.get(column)}
     history = document.get("history") or []
     is_paired = isinstance(history, list) and all(isinstance(one, list) and len(one) == 2 for one in history)
     if len(given) > 1 or not is_paired:
@@ -197,6 +227,8 @@ def _as_messages(value: Any, role: str) -> Any:
 
 def _rewards(document: Json) -> dict[str, float]:
     found = {column: number_of(document.get(column), column) for column in REWARD_COLUMNS}
+    if found["label"] not in (None, 0.0, 1.0):
+        raise BadLine(f"its label is {document['label']!r:.80}; a label that is a reward is 0 or 1")
     values = {value for value in found.values() if value is not None}
     if len(values) > 1:
         raise BadLine(f"its {', '.join(REWARD_COLUMNS)} are {found}, and each of them is a reward")
