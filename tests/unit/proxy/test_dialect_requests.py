@@ -189,6 +189,20 @@ def test_a_document_is_read_with_its_title_and_context() -> None:
     assert call.messages == [{"role": "user", "content": "Weather\nof today\nIt rains."}]
 
 
+def test_one_allowed_tool_that_is_required_is_the_named_tool() -> None:
+    """As `allowedFunctionNames` of Gemini; of several allowed tools only the mode counts."""
+    tools = [{"type": "function", "name": name} for name in ("look", "write")]
+    for allowed, choice in (
+        (["look"], {"type": "function", "function": {"name": "look"}}),
+        (["look", "write"], "required"),
+    ):
+        named = [{"type": "function", "name": name} for name in allowed]
+        asked = {"input": "Hi.", "tools": tools} | {
+            "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": named}
+        }
+        assert Responses().parse(asked, max_choices=1, max_messages=9).body["tool_choice"] == choice
+
+
 def test_the_earlier_name_of_an_output_format_constrains_the_reply_too() -> None:
     wanted = {"type": "json_schema", "schema": {"type": "object"}}
     asked = {"max_tokens": 9, "messages": [SAID_USER]}
