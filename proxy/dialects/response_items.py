@@ -121,9 +121,10 @@ def chat_tool_choice(choice: Any) -> Any:
         name = flat_name(choice.get("namespace"), choice["name"])
         return {"type": "function", "function": {"name": name}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools")
-        is_one = choice.get("mode") == "required" and isinstance(allowed, list) and len(allowed) == 1
-        return chat_tool_choice(allowed[0]) if is_one else choice.get("mode") or "auto"
+        match choice:
+            case {"mode": "required", "tools": [dict() as only]}:
+                return chat_tool_choice(only)
+        return choice.get("mode") or "auto"
     raise InvalidRequest(
         f"a tool choice is none, auto, required, allowed_tools or one function, not {choice!r:.80}.",
         param="tool_choice",

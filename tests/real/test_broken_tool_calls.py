@@ -155,3 +155,39 @@ def test_a_real_engine_continues_after_a_broken_tool_call(
                 assert json_object(call["function"]["arguments"]) is None, name
             else:
                 assert first.response["content"].startswith("<tool_call>"), name
+
+
+@pytest.mark.engine
+def test_automatic_calling_before_a_real_engine_runs_a_function_only_with_whole_arguments(
+    engine: RunningEngine, start_proxy: StartProxy
+) -> None:
+    """Google's SDK would run it with its defaults. Limits end the reply before, in and after the arguments."""
+    proxy = start_proxy(engine.url)
+    ran: list[str] = []
+
+    def look(key: str = "default") -> str:
+        """Look a key up."""
+        ran.append(key)
+        return "found"
+
+    whole = {"structured_outputs": {"regex": CALL + r'"[a-z]{20}"\}\}\n</tool_call>'}}
+    once = genai.types.AutomaticFunctionCallingConfig(maximum_remote_calls=2)
+    for stream in (False, True):
+        ran.clear()
+        made = {"session_id": f"automatic-{stream}", "sampling": whole}
+        httpx2.post(f"{proxy.v1}/sessions", json=made).raise_for_status()
+        options = genai.types.HttpOptions(base_url=f"{proxy.url}/sessions/automatic-{stream}")
+        with genai.Client(api_key="any", http_options=options) as client:
+            for limit in (4, 12, 20, 28, 36, 200):
+                config = genai.types.GenerateContentConfig(
+                    tools=[look], max_output_tokens=limit, automatic_function_calling=once
+                )
+                asked: Any = {"model": "m", "contents": "Look.", "config": config}
+                if stream:
+                    list(client.models.generate_content_stream(**asked))
+                else:
+                    client.models.generate_content(**asked)
+        assert ran, "no call was sampled to the end"
+        assert [len(key) for key in ran] == [20] * len(ran)
+        cut = [view.turn for view in proxy.turns(f"automatic-{stream}") if view.turn.finish_reason == "length"]
+        assert len(cut) >= 3
