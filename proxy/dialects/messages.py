@@ -394,7 +394,8 @@ def _chat_parts(block: Json) -> list[Json]:
     source = block.get("source")
     pages = source.get("content") if block.get("type") == "document" and isinstance(source, dict) else None
     if isinstance(pages, list) and any(page.get("type") != "text" for page in parts_of(pages, "content")):
-        return [_chat_part(page) for page in pages]
+        heading = "\n".join(str(block[field]) for field in ("title", "context") if block.get(field))
+        return [*([{"type": "text", "text": heading}] if heading else []), *map(_chat_part, pages)]
     return [_chat_part(block)]
 
 

@@ -114,14 +114,9 @@ LOST: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"max_tokens": 9, "messages": [SAID_USER], "system": [IMAGE]},
         "a block of type 'image' cannot be served here; send text",
     ),
-    "an image of a document": (
+    "an image of a search result": (
         Messages(),
-        {
-            "max_tokens": 9,
-            "messages": [
-                {"role": "user", "content": [{"type": "document", "source": {"type": "content", "content": [IMAGE]}}]}
-            ],
-        },
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "search_result", "content": [IMAGE]}]}]},
         "a block of type 'image' cannot be served here; send text",
     ),
     "an image without data": (
@@ -187,6 +182,10 @@ def test_a_document_is_read_with_its_title_and_context() -> None:
     document = {"type": "document", "title": "Weather", "context": "of today", "source": source}
     call = messages_call({"role": "user", "content": [document]})
     assert call.messages == [{"role": "user", "content": "Weather\nof today\nIt rains."}]
+    pages = {**document, "source": {"type": "content", "content": [IMAGE]}}
+    (message,) = messages_call({"role": "user", "content": [pages]}).messages
+    assert [part["type"] for part in message["content"]] == ["text", "image_url"]
+    assert message["content"][0]["text"] == "Weather\nof today"
 
 
 def test_one_allowed_tool_that_is_required_is_the_named_tool() -> None:
