@@ -14,11 +14,13 @@ import openai
 import pytest
 from click.testing import CliRunner, Result
 from support.tiny_checkpoints import write_weights
+from support.tiny_models import make_model
 
 from turnwise.commands import certify
 from turnwise.commands.certify import FILE, Certificate, KindResult, gaps_of
 from turnwise.commands.preflight import check_trained
-from turnwise.errors import ChildFailed, ProxyUnavailable, SettingsError
+from turnwise.commands.verify import doctor
+from turnwise.errors import BadCheckpoint, ChildFailed, ProxyUnavailable, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.verify.records import Verification
 from turnwise.version_directory import base_version
@@ -105,7 +107,7 @@ def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
                 (place / "store.db").touch()
             play()
 
-        (model / "tokenizer_config.json").write_text("{}")
+        (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
         monkeypatch.setattr(certify, "_stack", stack)
         monkeypatch.setattr(certify, "_command", lambda *_: "{}")
         monkeypatch.setattr(certify, "_play_all", play_all)
@@ -205,3 +207,29 @@ def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path: 
     with pytest.raises(SettingsError, match="refused: version 1: the probe differs"):
         check_trained(TrainerSettings(model=str(model)))
     assert json.loads((model / FILE).read_text())["kinds"][0]["kind"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ("chat_template.jinja", "has no chat template, so no agent can call it"),
+        ("model.safetensors", "is incomplete: no model.safetensors"),
+        ("config.json", "is incomplete: no config.json"),
+    ],
+)
+def test_doctor_says_what_a_model_lacks_that_up_would_refuse(tmp_path: Path, without: str, words: str):
+    model = make_model(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / without).unlink()
+    result = CliRunner().invoke(doctor, ["--model", str(model)])
+    assert result.exit_code == 1
+    assert result.output.count(words) == 2  # for whole weights and for adapters
+
+
+def test_certify_starts_nothing_for_a_model_without_a_chat_template(tmp_path: Path):
+    model = write_weights(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text("{}")
+    result = CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs")])
+    assert isinstance(result.exception, BadCheckpoint)
+    assert not (tmp_path / "runs").exists()

@@ -188,6 +188,7 @@ def test_gated_delta_nets_and_quantised_weights_are_served_in_bfloat16_on_a_cpu(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"model_type": "jamba"}, r"\(jamba\) has Mamba's selective scan, of which vLLM has no kernel for a CPU"),
         ({"kv_lora_rank": 512}, r"latent attention \(MLA\), which vLLM computes on a CPU otherwise"),
         (
             {"linear_key_head_dim": 128, "num_experts": 8},
@@ -217,6 +218,44 @@ def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeyp
     monkeypatch.setattr(served_model.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(EngineError, match=f"type '{config['model_type']}', which vLLM serves only with torchvision"):
         check_served(model, gpu=False, lora=False, dtype=None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's own list of architectures is read")
+@pytest.mark.parametrize(
+    ("architecture", "lora", "words"),
+    [
+        ("GPT2LMHeadModel", True, r"of which vLLM serves no adapters; .*kind='full'"),
+        ("GPT2LMHeadModel", False, None),
+        ("MistralForCausalLM", True, None),
+        ("GPTNeoXForCausalLM", True, None),
+        ("BambaForCausalLM", False, "which vLLM serves no longer, since version 0.23.0"),
+        ("T5ForConditionalGeneration", False, "which vLLM does not serve"),
+        ("BertForMaskedLM", False, "which vLLM does not serve"),
+        ("NobodysForCausalLM", False, "which vLLM does not serve"),
+    ],
+)
+def test_an_architecture_that_vllm_does_not_serve_is_refused_by_its_name_before_the_start(
+    model_dir, architecture, lora, words
+):
+    """Mistral inherits adapters from Llama, and vLLM serves GPT-NeoX with the code of transformers."""
+    model = _write_config(model_dir, architectures=[architecture], is_encoder_decoder=architecture.startswith("T5"))
+    if words is None:
+        check_served(model, gpu=True, lora=lora, dtype=None)
+        return
+    with pytest.raises(EngineError, match=f"is a {architecture}, {words}"):
+        check_served(model, gpu=True, lora=lora, dtype=None)
+
+
+def test_an_engine_serves_no_texts_for_which_vllm_takes_other_rotary_factors_than_transformers(model_dir):
+    """Phi-4-mini: an engine of 131072 positions computes a text of 10 tokens with the factors of long ones."""
+    factors = {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+    fields = {"max_position_embeddings": 131072, "original_max_position_embeddings": 1024, "rope_scaling": factors}
+    engine = EngineSettings(model=_write_config(model_dir, **fields))
+    for gpu in (True, False):
+        assert _flag(build_command(engine, gpu=gpu).argv, "--max-model-len") == "1024"
+    with pytest.raises(SettingsError, match=r"for more than 1024 positions \(longrope\), .*; set at most 1024"):
+        engine_command.check_model_fits(engine.model_copy(update={"max_model_len": 1025}), gpu=True)
+    engine_command.check_model_fits(engine.model_copy(update={"max_model_len": 1024}), gpu=True)
 
 
 def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):

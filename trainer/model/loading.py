@@ -92,7 +92,7 @@ def read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     with bad_checkpoint(f"cannot load the model {model!r}", WHOLE_MODEL):
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if quantised_by(config) in DEQUANTISED:
         config.quantization_config["dequantize"] = True
     return config
@@ -241,10 +241,10 @@ def described(spec: TrainerSettings) -> dict[str, str]:
     check_trainable(config, spec)
     reason = why_alone(config.get_text_config())
     rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
-    if spec.kind is not PolicyKind.LORA:
-        return {"rows": rows}
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), torch.device("meta"):
         model = model_class(config).from_config(config)
+    if spec.kind is not PolicyKind.LORA:
+        return {"rows": rows}
     return {"rows": rows, "adapter": str(reach_of(model, spec.lora_targets, name=spec.model))}
 
 

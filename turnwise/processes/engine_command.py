@@ -31,6 +31,7 @@ from turnwise.processes.served_model import (
     head_size,
     max_positions,
     model_config,
+    short_positions,
     tool_parser_of,
 )
 from turnwise.settings import Settings
@@ -81,7 +82,8 @@ class EngineSettings(Settings):
     """Number format of the weights; by default the checkpoint's own on a GPU, and on a CPU float32, or bfloat16 for
     gated delta nets and quantised weights."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048."""
+    """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048. Of a model with
+    longrope, as Phi-4-mini, at most those of its short factors."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """Behaviour logprobs are the processed ones; raw ones ignore the temperature, and the proxy refuses them."""
     max_logprobs: int = Field(default=20, ge=0)
@@ -231,7 +233,8 @@ def has_plugin() -> bool:
 
 
 def _gpu_flags(settings: EngineSettings) -> list[str]:
-    flags = _optional("--dtype", settings.dtype) + _optional("--max-model-len", settings.max_model_len)
+    longest = settings.max_model_len or short_positions(settings.model)
+    flags = _optional("--dtype", settings.dtype) + _optional("--max-model-len", longest)
     if settings.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(settings.tensor_parallel)]
     return flags + _optional("--gpu-memory-utilization", settings.gpu_memory)
@@ -259,14 +262,21 @@ def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
 
 
 def _cpu_context(model: str) -> int:
-    return min(CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS)
+    return min(
+        CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS, short_positions(model) or CPU_CONTEXT_TOKENS
+    )
 
 
 def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
     """Refuse a model that vLLM would refuse only after its start, or at the first call."""
     positions = max_positions(settings.model)
     is_scaled = bool(model_config(settings.model).get("rope_scaling"))
-    asked = settings.max_model_len or 0
+    asked, short = settings.max_model_len or 0, short_positions(settings.model)
+    if short is not None and asked > short:
+        raise SettingsError(
+            f"with max_model_len={asked} vLLM computes each text of the model {settings.model!r} with its factors for "
+            f"more than {short} positions (longrope), and transformers only such long ones; set at most {short}"
+        )
     if positions is not None and asked > positions and not is_scaled:
         raise SettingsError(
             f"max_model_len={asked} is more than the {positions} positions of the model {settings.model!r}; set at "

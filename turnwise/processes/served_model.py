@@ -6,6 +6,8 @@ the parser of tool calls by the marks in the chat template, the number format by
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +19,11 @@ from turnwise.version_directory import MODEL_CONFIG, local_files, read_json, rea
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM computes on a CPU."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DELTA_NET = "linear_key_head_dim"
 """A field that configurations with gated delta nets have."""
+MAMBA_1 = ("jamba", "mamba", "falcon_mamba")
+"""Types of models with the first Mamba's layers."""
 LATENT = "kv_lora_rank"
 """A field that configurations with latent attention have."""
 QUANTISED = "quantization_config"
@@ -47,6 +51,13 @@ CODE_TEMPLATES = ("DeepseekV32", "DeepseekV4", "KimiK3", "Inkling")
 """Beginnings of architectures whose chats vLLM renders by code of its own."""
 WITHOUT_TORCHVISION = ("idefics3",)
 """Types of models with images that vLLM serves without torchvision."""
+TABLES = (
+    "_TEXT_GENERATION_MODELS",
+    "_MULTIMODAL_MODELS",
+    "_TRANSFORMERS_SUPPORTED_MODELS",
+    "_PREVIOUSLY_SUPPORTED_MODELS",
+)
+"""Of vLLM's registry: module and class of each architecture that chats, and the last version that had one."""
 
 
 def whole_config(model: str) -> dict[str, Any]:
@@ -68,6 +79,18 @@ def max_positions(model: str) -> int | None:
     config = model_config(model)
     stated = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
     return min(stated, default=None)
+
+
+def short_positions(model: str) -> int | None:
+    """Return for how many positions a model has factors of its own beside those for longer texts; None for others.
+
+    transformers takes the others beyond these positions, vLLM for each text of an engine that serves longer ones.
+    """
+    config = model_config(model)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    has_two = "short_factor" in rope and "long_factor" in rope
+    found = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    return found if has_two and isinstance(found, int) else None
 
 
 def head_size(config: dict[str, Any]) -> int | None:
@@ -123,6 +146,8 @@ def cpu_dtype_of(model: str) -> str:
 
 def has_experts(model: str) -> bool:
     config = model_config(model)
+    if "moe" not in config.get("layers_block_type", ["moe"]):  # of Nemotron-H, which states experts that it lacks
+        return False
     return any(isinstance(config.get(name), int) and config[name] > 1 for name in EXPERTS)
 
 
@@ -140,8 +165,59 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> Non
             f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
             "release that belongs to this torch with pip, or run `make setup`"
         )
+    _check_architecture(model, lora=lora)
     if not gpu:
         _check_on_cpu(model, kind, lora=lora, dtype=dtype)
+
+
+def _check_architecture(model: str, *, lora: bool) -> None:
+    """Refuse what the installed vLLM says of an architecture in its source, which is not imported for it."""
+    config = whole_config(model)
+    name = next(iter(config.get("architectures") or ()), None)
+    vllm = importlib.util.find_spec("vllm")
+    models = Path() if vllm is None or vllm.origin is None else Path(vllm.origin).parent / "model_executor" / "models"
+    if name is None or not (models / "registry.py").is_file():
+        return
+    known = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse((models / "registry.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in TABLES
+    }
+    if not all(table in known for table in TABLES):
+        return  # another release of vLLM
+    *served, no_longer = (known[table] for table in TABLES)
+    found = next((table[name] for table in served if name in table), None)
+    problem = None
+    if name in no_longer:
+        problem = f"which vLLM serves no longer, since version {no_longer[name]}; serve another model"
+    elif found is None and (config.get("is_encoder_decoder") or not _is_served_by_transformers(name)):
+        problem = "which vLLM does not serve; serve another model"
+    elif lora and found is not None and not _takes_adapters(models, *found):
+        problem = "of which vLLM serves no adapters; train all weights (kind='full') and serve without --lora"
+    if problem is not None:
+        raise EngineError(f"the model {model!r} is a {name}, {problem}")
+
+
+def _is_served_by_transformers(name: str) -> bool:
+    """Return whether vLLM serves an architecture that it does not name, with the code of transformers."""
+    known = getattr(importlib.import_module("transformers"), name, None)
+    if not callable(getattr(known, "can_generate", None)):
+        return False
+    return bool(known.can_generate() and (known.is_backend_compatible() or known._can_set_attn_implementation()))  # noqa: SLF001  as vLLM asks
+
+
+def _takes_adapters(models: Path, module: str, name: str) -> bool:
+    """Return whether a class of vLLM inherits from SupportsLoRA; also true where its source is not among these."""
+    file = models / f"{module.removeprefix('vllm.model_executor.models.')}.py"
+    if name == "SupportsLoRA" or not file.is_file():
+        return True
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return any(_takes_adapters(models, module, ast.unparse(base)) for base in node.bases)
+        if isinstance(node, ast.ImportFrom) and node.module and any(each.name == name for each in node.names):
+            is_model = node.level == 1 or node.module.startswith("vllm.model_executor.models.")
+            return is_model and _takes_adapters(models, node.module, name)
+    return False
 
 
 def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> None:
@@ -150,6 +226,11 @@ def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> No
         raise EngineError(
             f"the model {model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
             f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
+        )
+    if kind in MAMBA_1:
+        raise EngineError(
+            f"the model {model!r} ({kind}) has Mamba's selective scan, of which vLLM has no kernel for a CPU; serve "
+            "another model, or use a GPU"
         )
     if LATENT in model_config(model):
         raise EngineError(
