@@ -284,9 +284,10 @@ def test_no_more_tokens_are_asked_for_than_the_model_has_positions(model_dir):
     assert _flag(build_command(EngineSettings(model=longer), gpu=False).argv, "--max-model-len") == "2048"
 
 
-def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_start(model_dir, monkeypatch):
+@pytest.mark.parametrize("fields", [{"hidden_size": 64, "num_attention_heads": 4}, {"n_embd": 64, "n_head": 4}])
+def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_start(model_dir, monkeypatch, fields):
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
-    model = _write_config(model_dir, hidden_size=64, num_attention_heads=4)  # 64 / 4 = 16
+    model = _write_config(model_dir, **fields)  # 64 / 4 = 16
     with pytest.raises(EngineError, match=r"attention heads of size 16, and on a CPU vLLM computes only the sizes 32"):
         check_startable(EngineSettings(model=model, port=free_port()), gpu=False)
     check_startable(EngineSettings(model=model, port=free_port()), gpu=True)

@@ -278,8 +278,9 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # a function drops by it
+                setattr(module, name, 0.0)
     return model
 
 

@@ -150,13 +150,14 @@ class Policy:
 
     def _measure_rows(self) -> None:
         self._is_measured = True
-        self.why_alone = why_alone(self.config)
-        if self.why_alone is not None:
-            log.info("%r: a row holds one chain, because %s", self.spec.model, self.why_alone)
-            return
-        self.why_alone = measured_alone(self._plain_logprobs, self.num_ids, self.compute_dtype)
+        stated = why_alone(self.config)
+        model = self.spec.model, self.num_ids, self.compute_dtype
+        self.why_alone = measured_alone(self._plain_logprobs, *model, stated)
         if self.mesh_axis is not None:
             cast("Any", self.model).reshard()  # the outermost weights stay whole until a backward pass
+        if stated is not None:
+            log.info("%r: a row holds one chain, because %s", self.spec.model, stated)
+            return
         if self.why_alone is not None:
             reason = f"attention={self.attention!r} does not keep chains apart: {self.why_alone}"
             if self._context is not None:

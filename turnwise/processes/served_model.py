@@ -95,7 +95,8 @@ def short_positions(model: str) -> int | None:
 
 def head_size(config: dict[str, Any]) -> int | None:
     """Return the size of an attention head; None where the configuration does not say it."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    heads = config.get("num_attention_heads", config.get("n_head", config.get("n_heads")))
+    width = config.get("hidden_size", config.get("n_embd", config.get("d_model")))
     size: int | None = config.get("head_dim") or (width // heads if heads and width else None)
     return size
 
@@ -200,7 +201,7 @@ def _check_architecture(model: str, *, lora: bool) -> None:
 
 def _is_served_by_transformers(name: str) -> bool:
     """Return whether vLLM serves an architecture that it does not name, with the code of transformers."""
-    known = getattr(importlib.import_module("transformers"), name, None)
+    known: Any = getattr(importlib.import_module("transformers"), name, None)
     if not callable(getattr(known, "can_generate", None)):
         return False
     return bool(known.can_generate() and (known.is_backend_compatible() or known._can_set_attn_implementation()))  # noqa: SLF001  as vLLM asks

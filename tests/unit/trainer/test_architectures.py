@@ -243,3 +243,22 @@ def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog: pyt
         model = transformers.Llama4ForCausalLM(config)
     assert RouterReplay.of(model, is_wanted=True) is None
     assert "is not followed by Llama4Router" in caplog.text
+
+
+def test_nothing_is_dropped_at_random_in_models_that_drop_in_functions(tmp_path: Path) -> None:
+    """OPT's layers hold their share as a number; the trained logprobs differed by 0.6 nats from the served ones."""
+    config = transformers.OPTConfig(**SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5})
+    model = transformers.OPTForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    policy, tokens = Policy(TrainerSettings(model=str(tmp_path), device="cpu")), list(range(20))
+    policy.load(0)
+    assert policy.model.training
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
+    torch.testing.assert_close(policy.next_logprobs(tokens), expected)
+
+
+def test_a_model_that_chooses_experts_at_random_in_training_is_refused_at_the_start(tmp_path: Path) -> None:
+    make_model(tmp_path, "Phimoe", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=5.0)
+    with pytest.raises(SettingsError, match=r"with noise in training, .* nats a token .*: train another model"):
+        Policy(TrainerSettings(model=str(tmp_path), device="cpu")).load(0)
