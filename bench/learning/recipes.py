@@ -150,9 +150,7 @@ RECIPES = {
     "top": Recipe(settings={}, sampling={"top_p": 0.9, "top_k": 20}),
     "penalty": Recipe(settings={}, sampling={"repetition_penalty": 1.1}),
     "grammar": Recipe(settings={}, sampling={"structured_outputs": {"regex": REPLY}}, tiny_sampling=LETTERS),
-    "explored": Recipe(
-        settings={}, sampling={"temperature": 0.0}, explore=0.1, max_updates=200, tiny={"groups_per_batch": 80}
-    ),
+    "explored": Recipe(settings={}, sampling={"temperature": 0.0}, explore=0.1, max_updates=200),
     "coin_step_wise": Recipe(settings={}, coin=True, credit=Credit.STEP_WISE),
     "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=32),
 }
