@@ -366,7 +366,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     if given.reward is not None:
         reward = Reward(session_id=session_id, tenant=principal.tenant, value=given.reward, written_by=principal.key_id)
     session = await services.writer.do(
-        sessions.end_session, principal.tenant, session_id, given.termination_reason, reward=reward
+        sessions.end_session, principal.tenant, session_id, services.redacted(given.termination_reason), reward=reward
     )
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
@@ -412,7 +412,7 @@ async def set_label(
     session_id: Id, label: LabelName, services: Here, principal: Caller, wanted: NewLabel | None = None
 ) -> Response:
     """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
-    note = None if wanted is None else wanted.note
+    note = None if wanted is None else services.redacted(wanted.note)
     given = Label(label=label, note=note, written_by=principal.key_id)
     labelled = await services.writer.do(sessions.set_label, principal.tenant, session_id, given)
     return answer(await session_json(labelled, services))

@@ -260,6 +260,9 @@ def test_a_reply_tools_and_what_people_say_are_redacted_and_a_failing_redactor_l
         client.feedback("comment", f"It is not {MAIL}.", session_id="named")
         assert client.feedback_of("named")[0]["value"] == "It is not [EMAIL]."
         assert client.session("named")["metadata"] == {"by": "[EMAIL]", "n": 1}
+        client.set_label("named", "ask", f"Ask {MAIL}.")
+        assert client.session("named")["labels"][0]["note"] == "Ask [EMAIL]."
+        assert client.end_session("named", reason=f"{MAIL} left")["termination_reason"] == "[EMAIL] left"
     assert (turn.reason, turn.response["content"]) == ("redacted", "Ask [EMAIL].")
     assert [(view.turn.reason, view.turn.messages) for view in redacting.turns("fails")] == [("redactor_failed", [])]
     assert not is_stored(redacting, MAIL)
