@@ -266,10 +266,13 @@ def _shape_images(parts: Sequence[str | None], content_format: ContentFormat) ->
 
 def _part_text(part: Any) -> str | None:
     """Return the text of a part; None for an image."""
+    return None if isinstance(part, dict) and part.get("type") == "image_url" else text_of_part(part)
+
+
+def text_of_part(part: Any) -> str:
+    """Return the text of a part of a content, which may be a text itself."""
     if isinstance(part, dict):
-        if part.get("type") == "image_url":
-            return None
-        return str(part.get("text") or part.get("refusal") or "")
+        return str(part.get("text") or part.get("refusal") or part.get("thinking") or "")
     return str(part)
 
 

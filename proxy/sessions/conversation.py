@@ -29,6 +29,7 @@ from blake3 import blake3
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import is_readable, with_readable_arguments
 from turnwise.json_text import dumps, json_object, loads, unify_numbers
+from turnwise.tokenizer import text_of_part
 from turnwise.types import Json
 
 DIGEST_BYTES = 8
@@ -55,7 +56,8 @@ MIN_REPLY = 32
 """Characters of a reply that is recognised by its text alone."""
 SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
-TEXT_PARTS = ("text", "refusal", None)
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", None)
+"""Types of the parts that vLLM reads as text (vllm/renderers/chat_utils.py); it also takes texts as parts."""
 NAME, CALL_IDS = "name", "call_ids"
 """What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
 CALL_TEXT = "call_text"
@@ -227,10 +229,12 @@ def canonical_content(content: Any) -> Any:
     """Return content that is only text as one string; return other content without `cache_control`."""
     if content is None:
         return ""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    if not isinstance(content, list) or not all(isinstance(part, dict | str) for part in content):
         return content
-    if all(part.get("type") in TEXT_PARTS for part in content):
-        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    if all(isinstance(part, str) or part.get("type") in TEXT_PARTS for part in content):
+        return "\n".join(map(text_of_part, content))
+    if any(isinstance(part, str) for part in content):
+        return content
     return [{field: value for field, value in part.items() if field != "cache_control"} for part in content]
 
 
@@ -286,7 +290,7 @@ def argument_digests(message: Json) -> frozenset[bytes]:
 def has_media(messages: Sequence[Json]) -> bool:
     """Return whether any message may have content that is not text; vLLM also takes it from a part without a type."""
     return any(
-        isinstance(part, dict) and (part.get("type") not in ("text", "refusal") or "uuid" in part)
+        isinstance(part, dict) and (part.get("type") not in TEXT_PARTS[:-1] or "uuid" in part)
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content

@@ -14,6 +14,7 @@ from proxy.sessions.conversation import (
     has_media,
     message_digest,
 )
+from turnwise.tokenizer import shape_conversation
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"name": "Kim", "n": 1}'}}
 
@@ -118,6 +119,24 @@ def test_media_is_anything_that_is_not_text():
     assert not has_media(
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]
     )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("So.", {"type": "text", "text": "So."}, {"type": "input_text", "text": "So."}, {"text": "So."}),
+        *({"type": "output_text", "text": "So."}, {"type": "refusal", "refusal": "So."}),
+        {"type": "thinking", "thinking": "So."},
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_each_type_that_vllm_reads_as_text_is_text(role: str, part: object):
+    """Its turn is trained and extends the turn whose reply was this text; the template gets the text."""
+    one, other = ({"role": role, "content": content} for content in ([part, "Go."], "So.\nGo."))
+    assert message_digest(one) == message_digest(other)
+    assert has_media([one]) == (part == {"text": "So."})  # which may be an image by its URL
+    shaped = shape_conversation([one], "string", has_developer=True)
+    assert shaped == [{"role": role, "content": "So.\nGo."}]
 
 
 @pytest.mark.parametrize(
