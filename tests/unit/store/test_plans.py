@@ -46,7 +46,7 @@ ONLY_ON_POSTGRESQL = {
     "consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
 }
 """Call sites that send nothing on SQLite."""
-OF_A_QUARTER = "stalled groups to drop: Seq Scan "
+OF_A_QUARTER = "stalled groups to drop: "
 """In the store of a million turns, whose agents gave up one group of four, this call closes all of them at once."""
 OTHER_GROUPS = 60
 MOST_GROWTH = 1.05
