@@ -45,6 +45,31 @@ REFUSED = {
     ),
     "texts that LiteLLM took out": ("litellm", litellm([USER], {"content": "redacted-by-litellm"}), "redacted"),
     "a reply that ended at its limit": ("litellm", litellm([USER], REPLY, "length"), "cut off"),
+    **{
+        f"a reply that ended with {reason}": ("litellm", litellm([USER], REPLY, reason), "cut off")
+        for reason in ("MAX_TOKENS", "model_length", "error", "abort", "SAFETY")
+    },
+    "a message that ended at its limit": ("langfuse", langfuse([USER], REPLY | {"finish_reason": "length"}), "cut off"),
+    "a response that is incomplete": (
+        "langfuse",
+        langfuse([USER], REPLY | {"incomplete_details": {"reason": "max_output_tokens"}}),
+        "cut off",
+    ),
+    "two choices": (
+        "litellm",
+        {"messages": [USER], "response": {"choices": [{"message": REPLY}, {"message": REPLY | {"content": "Ho"}}]}},
+        "2 choices",
+    ),
+    "scores that are no list": ("langfuse", langfuse([USER], "Hello", scores={"a": 1}), "not a list"),
+    "a score of one of two generations": (
+        "langfuse",
+        {
+            "id": "t",
+            "observations": [langfuse([USER], "Hello", id="1"), langfuse([USER], "Ho", id="2")],
+            "scores": [{"name": "a", "value": 1.0, "observationId": "1"}],
+        },
+        "one of 2 generations",
+    ),
     "a part of Messages": ("litellm", litellm([USER], {"content": [{"type": "tool_use", "name": "f"}]}), "tool_use"),
     "a response without choices": ("litellm", {"messages": [USER], "response": {"choices": [None]}}, "cannot be read"),
     "a text that Langfuse cut": (

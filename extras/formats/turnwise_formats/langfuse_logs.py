@@ -42,7 +42,8 @@ def drafts_of(document: Json) -> list[Json]:
     if not generations:
         raise SkippedLine("a trace without a generation")
     generations.sort(key=lambda one: instant(_field(one, "startTime")) or NO_TIME)
-    return [{"conversations": [_generation(one) for one in generations], "rewards": _scores(document)}]
+    rewards = _scores(document, num_generations=len(generations))
+    return [{"conversations": [_generation(one) for one in generations], "rewards": rewards}]
 
 
 def _generation(document: Json) -> Json:
@@ -69,19 +70,24 @@ def _is_generation(document: Json) -> bool:
     return str(document.get("type") or "").upper() == "GENERATION"
 
 
-def _scores(document: Json) -> dict[str, float]:
+def _scores(document: Json, num_generations: int = 1) -> dict[str, float]:
     """Return the numeric scores by name, the newest of each name.
 
     Raises:
-        BadLine: which score of a name is the newest is not known, or a numeric score has no number.
+        BadLine: which score of a name is the newest is not known, or a numeric score has no number, or is that of one
+            of several generations.
     """
     found = _value(document.get("scores")) or []
+    if not isinstance(found, list):
+        raise BadLine(f"its scores are {found!r:.80}, not a list")
     newest: dict[str, tuple[dt.datetime | None, float]] = {}
-    for one in (one for one in found if isinstance(one, dict)) if isinstance(found, list) else ():
+    for one in (one for one in found if isinstance(one, dict)):
         kind, value = _field(one, "dataType"), one.get("value")
         if kind not in NUMBERS or isinstance(value, str | None) or (kind is None and _field(one, "stringValue")):
             continue
         name = str(one.get("name") or "reward")
+        if num_generations > 1 and _field(one, "observationId"):
+            raise BadLine(f"its score {name!r} is that of one of {num_generations} generations, and none of them all")
         scored = number_of(value, f"score {name!r}")
         at = instant(_field(one, "timestamp") or _field(one, "createdAt"))
         before, other = newest.get(name, (NO_TIME, None))

@@ -13,6 +13,7 @@ from turnwise.types import Json, value_of_json
 from turnwise_formats.values import as_object, call_draft, message_list, reply_of, with_system
 
 CHAT_CALLS = ("completion", "acompletion", "anthropic_messages", "")
+TOOL_FIELDS = ("tools", "functions")
 SESSION_FIELDS = ("session_id", "litellm_session_id", "trace_id", "litellm_trace_id")
 
 
@@ -49,7 +50,7 @@ def drafts_of(document: Json) -> list[Json]:
     conversation = call_draft(
         with_system(parameters | request, message_list(found)),
         reply_of(document.get("response")),
-        tools=parameters.get("tools") or request.get("tools"),
+        tools=next((one[field] for one in (parameters, request) for field in TOOL_FIELDS if one.get(field)), None),
         model=str(document.get("model") or ""),
         ended=document.get("endTime") or document.get("end_time"),
     )

@@ -60,15 +60,15 @@ def message_list(found: Any) -> list[Json]:
     return found
 
 
-CUT_OFF = ("length", "content_filter", "max_tokens")
-"""Reasons of an end that the model did not sample."""
+SAMPLED_ENDS = ("stop", "eos", "tool_calls", "function_call", "end_turn", "tool_use", "stop_sequence")
+"""Reasons of an end that the model has sampled, in the words of several formats."""
 
 
 def reply_of(response: Any) -> Json:
     """Return the assistant's message of a logged response: a completion, a message or its text.
 
     Raises:
-        BadLine: it has no message.
+        BadLine: it has no message, or several, or one that was cut off.
     """
     value = value_of_json(response) if isinstance(response, str) and response[:1] in ("{", "[") else response
     if isinstance(value, str) and value:
@@ -76,14 +76,25 @@ def reply_of(response: Any) -> Json:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, dict) and value.get("choices"):
-        if value["choices"][0].get("finish_reason") in CUT_OFF:
-            raise BadLine(f"its reply was cut off: its finish reason is {value['choices'][0]['finish_reason']!r}")
-        value = value["choices"][0].get("message")
-    if isinstance(value, dict) and value.get("stop_reason") in CUT_OFF:
-        raise BadLine(f"its reply was cut off: its stop reason is {value['stop_reason']!r}")
+        if len(value["choices"]) > 1:
+            raise BadLine(f"its response has {len(value['choices'])} choices, and which of them was used is not known")
+        value = value["choices"][0]
+        _check_ended(value)
+        value = value.get("message")
+    if isinstance(value, dict):
+        _check_ended(value)
     if not isinstance(value, dict) or ("content" not in value and "tool_calls" not in value):
         raise BadLine(f"its response {response!r:.80} has no message; was content logging turned off?")
     return {"role": "assistant"} | value
+
+
+def _check_ended(response: Json) -> None:
+    for field in ("finish_reason", "stop_reason"):
+        reason = response.get(field)
+        if reason and str(reason).lower() not in SAMPLED_ENDS:
+            raise BadLine(f"its reply was cut off: its {field.replace('_', ' ')} is {reason!r}")
+    if response.get("incomplete_details"):
+        raise BadLine(f"its reply was cut off: its incomplete_details are {response['incomplete_details']!r:.80}")
 
 
 def instant(value: Any) -> dt.datetime | None:
