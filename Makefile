@@ -134,7 +134,10 @@ demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodifi
 demo-policies: .venv/.demo ## Watch eight keys teach four policies contradictory preferences, on one engine
 	$(BIN)/python -m examples.demos.policies --seed $(SEED) $(ARGS)
 
-.PHONY: demo-agent demo-policies
+demo-vision: .venv/.demo ## Watch a small model that sees learn what pictures are called: make demo-vision SEED=2, ARGS=--control
+	$(BIN)/python -m examples.demos.vision --seed $(SEED) $(ARGS)
+
+.PHONY: demo-agent demo-policies demo-vision
 
 .harnesses/.installed: .venv/.dev tests/harnesses/pins.toml
 	cd tests && ../$(BIN)/python -m harnesses --install-only

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples.bosses import tasks as bosses
+from examples.colour_words import tasks as colour_words
 from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from examples.demos.real import RealDemoSettings
 from examples.demos.report import Report, margin
@@ -108,3 +109,20 @@ def test_the_interval_of_a_held_out_reward_is_wilsons(num: int, num_solved: int,
 
 def played(reward: float) -> RunResult:
     return RunResult(**{field.name: None for field in fields(RunResult)} | {"reward": reward})
+
+
+def test_no_order_of_pictures_is_both_trained_and_held_out_and_a_control_shows_others_than_it_rewards():
+    trained, held_out = (set(colour_words.sequences(split)) for split in ("train", "eval"))
+    assert (len(trained), len(held_out), trained & held_out) == (8**3 - 128, 128, set())
+    tasks = [
+        [colour_words.make_task("train", index, 0, shuffled=shuffled) for index in range(99)]
+        for shuffled in (False, True)
+    ]
+    assert [task.words for task in tasks[0]] == [task.words for task in tasks[1]]
+    assert all(real.pictures != other.pictures for real, other in zip(*tasks, strict=True))
+    task = tasks[0][0]
+    assert [colour_words.reward(task, text) for text in (" ".join(task.words), " ".join(task.words[:2]), "")] == [
+        1,
+        0,
+        0,
+    ]
