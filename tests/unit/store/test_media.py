@@ -98,6 +98,18 @@ def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled: Da
     assert not any(FILE[:40] in file.read_bytes() for file in files)
 
 
+def test_a_forgotten_person_leaves_an_image_only_to_another_one_who_showed_it(database: Database) -> None:
+    for user in ("ann", "bob"):
+        add_session(database, user, user_id=user, turns=0)
+        append(database, with_image(f"{user}-t1", user), **{DIGEST: media.Media("image/png", FILE)})
+    for user, left in (("ann", [("default", DIGEST)]), ("bob", [])):
+        of_user = SessionFilter(tenant="default", user_id=user)
+        retention.delete_all(database, lambda conn, of_user=of_user: retention.delete_sessions(conn, of_user))
+        assert stored_files(database) == left
+        with database.read() as connection:
+            assert not media.read_media(connection, "default", [DIGEST], session_id=user)
+
+
 def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled: Database) -> None:
     with filled.write() as connection:
         for session_id in ("a", "b"):
