@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainer.batch.processors import SampledTurn, apply_to_turn
 from trainer.batch.sampling import TurnProcessors, Vocabulary, processors
-from trainer.model.loading import model_class, read_config
+from trainer.model.loading import is_capped, model_class, read_config
 from turnwise.sampling import temperature_of
 from turnwise.store.turns import TurnView
 from turnwise.support import unpack
@@ -102,7 +102,8 @@ class ForwardChecker:
 def load_version(version: PolicyVersion) -> Any:
     base = _base_of(version)
     config = read_config(base)
-    model = model_class(config).from_pretrained(base, config=config, dtype=torch.float32).eval()
+    given = {"config": config, "dtype": torch.float32, "attn_implementation": "eager" if is_capped(config) else None}
+    model = model_class(config).from_pretrained(base, **given).eval()
     if _is_adapter(version):
         from peft import PeftModel
 

@@ -246,14 +246,22 @@ def test_an_architecture_that_vllm_does_not_serve_is_refused_by_its_name_before_
         check_served(model, gpu=True, lora=lora, dtype=None)
 
 
-def test_an_engine_serves_no_texts_for_which_vllm_takes_other_rotary_factors_than_transformers(model_dir):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "original_max_position_embeddings": 1024,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]},
+        },
+        {"model_type": "cohere2", "sliding_window": 1024},
+    ],
+)
+def test_an_engine_serves_no_texts_that_vllm_computes_otherwise_than_transformers(model_dir, fields):
     """Phi-4-mini: an engine of 131072 positions computes a text of 10 tokens with the factors of long ones."""
-    factors = {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
-    fields = {"max_position_embeddings": 131072, "original_max_position_embeddings": 1024, "rope_scaling": factors}
-    engine = EngineSettings(model=_write_config(model_dir, **fields))
+    engine = EngineSettings(model=_write_config(model_dir, max_position_embeddings=131072, **fields))
     for gpu in (True, False):
         assert _flag(build_command(engine, gpu=gpu).argv, "--max-model-len") == "1024"
-    with pytest.raises(SettingsError, match=r"for more than 1024 positions \(longrope\), .*; set at most 1024"):
+    with pytest.raises(SettingsError, match=r"otherwise than transformers, .*; set at most 1024"):
         engine_command.check_model_fits(engine.model_copy(update={"max_model_len": 1025}), gpu=True)
     engine_command.check_model_fits(engine.model_copy(update={"max_model_len": 1024}), gpu=True)
 

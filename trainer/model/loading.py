@@ -85,7 +85,12 @@ def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
     known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
     if device.type == "cuda" and getattr(known, "_supports_flex_attn", True):
         return "flex_attention"
-    return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
+    return "sdpa" if getattr(known, "_supports_sdpa", True) and not is_capped(config) else "eager"
+
+
+def is_capped(config: Any) -> bool:
+    """Return whether a model caps the products of its attention, as Gemma 2, which SDPA leaves out in silence."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def read_config(model: str) -> Any:
@@ -121,8 +126,13 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
 
     Raises:
         SettingsError: The weights are quantised in a form that is not trained, or all of them are to be trained and
-            would be written as another model.
+            would be written as another model, or the attention would leave something out.
     """
+    if spec.attention == "sdpa" and is_capped(config):
+        raise SettingsError(
+            f"attention='sdpa' computes {spec.model!r} without the soft cap of its attention: leave it out, or set "
+            "attention='eager'"
+        )
     method = quantised_by(config)
     if method is not None and (spec.kind is not PolicyKind.LORA or method not in DEQUANTISED):
         advice = "set kind='lora', or " if method in DEQUANTISED else ""

@@ -28,10 +28,10 @@ from turnwise.processes.served_model import (
     check_model_directory,
     check_served,
     cpu_dtype_of,
+    equal_positions,
     head_size,
     max_positions,
     model_config,
-    short_positions,
     tool_parser_of,
 )
 from turnwise.settings import Settings
@@ -83,7 +83,7 @@ class EngineSettings(Settings):
     gated delta nets and quantised weights."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048. Of a model with
-    longrope, as Phi-4-mini, at most those of its short factors."""
+    longrope, as Phi-4-mini, at most those of its short factors, and of Cohere 2 its window."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """Behaviour logprobs are the processed ones; raw ones ignore the temperature, and the proxy refuses them."""
     max_logprobs: int = Field(default=20, ge=0)
@@ -233,7 +233,7 @@ def has_plugin() -> bool:
 
 
 def _gpu_flags(settings: EngineSettings) -> list[str]:
-    longest = settings.max_model_len or short_positions(settings.model)
+    longest = settings.max_model_len or equal_positions(settings.model)
     flags = _optional("--dtype", settings.dtype) + _optional("--max-model-len", longest)
     if settings.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(settings.tensor_parallel)]
@@ -263,7 +263,7 @@ def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
 
 def _cpu_context(model: str) -> int:
     return min(
-        CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS, short_positions(model) or CPU_CONTEXT_TOKENS
+        CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS, equal_positions(model) or CPU_CONTEXT_TOKENS
     )
 
 
@@ -271,11 +271,11 @@ def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
     """Refuse a model that vLLM would refuse only after its start, or at the first call."""
     positions = max_positions(settings.model)
     is_scaled = bool(model_config(settings.model).get("rope_scaling"))
-    asked, short = settings.max_model_len or 0, short_positions(settings.model)
-    if short is not None and asked > short:
+    asked, equal = settings.max_model_len or 0, equal_positions(settings.model)
+    if equal is not None and asked > equal:
         raise SettingsError(
-            f"with max_model_len={asked} vLLM computes each text of the model {settings.model!r} with its factors for "
-            f"more than {short} positions (longrope), and transformers only such long ones; set at most {short}"
+            f"with max_model_len={asked} vLLM computes the model {settings.model!r} otherwise than transformers, by "
+            f"the factors of its longrope or by its windows; set at most {equal}, or leave it out"
         )
     if positions is not None and asked > positions and not is_scaled:
         raise SettingsError(

@@ -81,16 +81,21 @@ def max_positions(model: str) -> int | None:
     return min(stated, default=None)
 
 
-def short_positions(model: str) -> int | None:
-    """Return for how many positions a model has factors of its own beside those for longer texts; None for others.
+def equal_positions(model: str) -> int | None:
+    """Return up to how many positions an engine serves a model as transformers computes it; None for any.
 
-    transformers takes the others beyond these positions, vLLM for each text of an engine that serves longer ones.
+    With longrope, transformers has other factors for texts beyond some positions, and vLLM for each text of an engine
+    that serves longer ones. In Cohere 2's sliding windows vLLM sees one token more.
     """
     config = model_config(model)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    has_two = "short_factor" in rope and "long_factor" in rope
-    found = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    return found if has_two and isinstance(found, int) else None
+    if config.get("model_type") in ("cohere2", "cohere2_moe"):
+        found = config.get("sliding_window")
+    elif "short_factor" in rope and "long_factor" in rope:
+        found = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    else:
+        found = None
+    return found if isinstance(found, int) else None
 
 
 def head_size(config: dict[str, Any]) -> int | None:
