@@ -22,6 +22,7 @@ from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
 TEXT_ONLY = ("--language-model-only",)
 """Flag of vLLM for wrappers: images need a processor, and these models have none."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 FLAT = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS = ROUTED | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 1}
@@ -115,6 +116,31 @@ TINY = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2": Tiny("Qwen2", {**FLAT, "use_sliding_window": False}),
+    "seedoss": Tiny("SeedOss", {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}),
+    "ernie45": Tiny("Ernie4_5", {"use_bias": False, "tie_word_embeddings": True}),
+    "hunyuan": Tiny("HunYuanDenseV1", {}),
+    "exaone4": Tiny("Exaone4", WINDOWS),
+    "olmo2": Tiny("Olmo2", FLAT),
+    "phi": Tiny("Phi", {**FLAT, "partial_rotary_factor": 0.5}),
+    "opt": Tiny("OPT", {"ffn_dim": 128, "word_embed_proj_dim": 64, "num_attention_heads": 2}),
+    "cohere": Tiny("Cohere", {**FLAT, "logit_scale": 0.25, "use_qk_norm": True, "tie_word_embeddings": True}),
+    "gemma2": Tiny("Gemma2", {**WINDOWS, **CAPPED, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "stablelm": Tiny("StableLm", {**FLAT, "partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "falcon": Tiny("Falcon", {**FLAT, "multi_query": True, "alibi": False, "parallel_attn": True, "bias": False}),
+    "nemotronh": Tiny(
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 1,
+            "chunk_size": 32,
+            "use_conv_bias": True,
+        },
+    ),
+    "mixtral": Tiny("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3moe": Tiny("Qwen3Moe", EXPERTS),
     "qwen3next": Tiny(
         "Qwen3Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.25}

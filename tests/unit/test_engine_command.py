@@ -189,6 +189,7 @@ def test_gated_delta_nets_and_quantised_weights_are_served_in_bfloat16_on_a_cpu(
     ("fields", "words"),
     [
         ({"model_type": "jamba"}, r"\(jamba\) has Mamba's selective scan, of which vLLM has no kernel for a CPU"),
+        ({"model_type": "apertus"}, r"\(apertus\) has activations with weights, which vLLM keeps in bfloat16"),
         ({"kv_lora_rank": 512}, r"latent attention \(MLA\), which vLLM computes on a CPU otherwise"),
         (
             {"linear_key_head_dim": 128, "num_experts": 8},

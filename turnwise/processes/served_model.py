@@ -22,8 +22,11 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DELTA_NET = "linear_key_head_dim"
 """A field that configurations with gated delta nets have."""
-MAMBA_1 = ("jamba", "mamba", "falcon_mamba")
-"""Types of models with the first Mamba's layers."""
+SCAN = "Mamba's selective scan, of which vLLM has no kernel for a CPU"
+NOT_ON_CPU = dict.fromkeys(("jamba", "mamba", "falcon_mamba"), SCAN) | {
+    "apertus": "activations with weights, which vLLM keeps in bfloat16 also where a CPU computes in float32"
+}
+"""What a type of model has that a CPU does not compute, or not as transformers does."""
 LATENT = "kv_lora_rank"
 """A field that configurations with latent attention have."""
 QUANTISED = "quantization_config"
@@ -233,11 +236,8 @@ def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> No
             f"the model {model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
             f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
         )
-    if kind in MAMBA_1:
-        raise EngineError(
-            f"the model {model!r} ({kind}) has Mamba's selective scan, of which vLLM has no kernel for a CPU; serve "
-            "another model, or use a GPU"
-        )
+    if kind in NOT_ON_CPU:
+        raise EngineError(f"the model {model!r} ({kind}) has {NOT_ON_CPU[kind]}; serve another model, or use a GPU")
     if LATENT in model_config(model):
         raise EngineError(
             f"the model {model!r} ({kind}) has latent attention (MLA), which vLLM computes on a CPU otherwise than "
