@@ -198,13 +198,13 @@ def _check_architecture(model: str, *, lora: bool) -> None:
     found = next((table[name] for table in served if name in table), None)
     problem = None
     if name in no_longer:
-        problem = f"which vLLM serves no longer, since version {no_longer[name]}; serve another model"
+        problem = f"that vLLM serves no longer, since version {no_longer[name]}; serve another model"
     elif found is None and (config.get("is_encoder_decoder") or not _is_served_by_transformers(name)):
-        problem = "which vLLM does not serve; serve another model"
+        problem = "that vLLM does not serve; serve another model"
     elif lora and found is not None and not _takes_adapters(models, *found):
         problem = "of which vLLM serves no adapters; train all weights (kind='full') and serve without --lora"
     if problem is not None:
-        raise EngineError(f"the model {model!r} is a {name}, {problem}")
+        raise EngineError(f"the model {model!r} ({name}) is of an architecture {problem}")
 
 
 def _is_served_by_transformers(name: str) -> bool:
