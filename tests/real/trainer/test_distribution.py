@@ -9,7 +9,9 @@ import asyncio
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import httpx2
@@ -110,6 +112,8 @@ OF_GEMINI = {
     "presence_penalty": "presencePenalty",
 }
 MOST_CALLS = 16
+VERDICTS = Path(__file__).parents[2] / "harnesses" / "verdicts.json"
+"""What the agents of docs/agents.md did when they were played."""
 
 
 def request_of(dialect: str, kind: Json, said: Sequence[tuple[str, str]], stream: bool, size: int) -> tuple[str, Json]:
@@ -295,11 +299,11 @@ def compare(engine: RunningEngine, start_proxy: StartProxy, size: int) -> int:
     return sum(sampled for sampled, *_ in table.values())
 
 
-def report(table: dict[str, tuple[int, int, float]]) -> None:
+def report(table: dict[str, tuple[int, int, float]], kinds: Iterable[str] = KINDS | TRUNCATED) -> None:
     """Print a row for each kind: by dialect, whole and streamed, the share of the sampled tokens that carries loss."""
     columns = list(itertools.product(DIALECTS, ("whole", "stream")))
     print(f"\n{'':16}", *(f"{f'{dialect} {how}':>16}" for dialect, how in columns), "largest gap")
-    for kind in KINDS | TRUNCATED:
+    for kind in kinds:
         cells = [table.get(f"{kind}.{dialect}.{how}") for dialect, how in columns]
         shares = (f"{f'{each[1]} of {each[0]}' if each else '–':>16}" for each in cells)
         print(f"{kind:16}", *shares, f"{max(each[2] for each in cells if each):.2g}")
@@ -308,6 +312,39 @@ def report(table: dict[str, tuple[int, int, float]]) -> None:
     ]
     largest = max(gap for *_, gap in table.values())
     print(f"{counts[1]} of {counts[0]} sampled tokens carry loss, largest gap {largest:.2g} nats")
+
+
+def test_all_tokens_carry_loss_under_what_the_agents_of_the_table_ask_for(
+    engine: RunningEngine, start_proxy: StartProxy
+):
+    """Each distinct cell of the column `samples with` of docs/agents.md is a kind, played in every dialect."""
+    rows = json.loads(VERDICTS.read_text()).values()
+    cells = collections.Counter(row["cells"].get("samples with") for row in rows)
+    kinds = {cell: asked_by(cell) for cell in cells if cell}
+    proxy = start_proxy(engine.url, "--explore", "1", "--holdout-share", "0")
+    asyncio.run(play(proxy, {f"a{number}": kind for number, kind in enumerate(kinds.values())}, 1, 24))
+    found = played(proxy, engine.model_dir)
+    assert not {reason for each in found for reason in why_untrainable(each) if reason}
+    table = gaps_of(found, engine.model_dir)
+    report(table, [f"a{number}" for number in range(len(kinds))])
+    for number, (cell, kind) in enumerate(kinds.items()):
+        print(f"a{number}: {cells[cell]} agents ask for {cell}: {json.dumps(kind)[:80]}")
+    assert {cell: counts for cell, counts in table.items() if not counts[1] == counts[0] > 0 or counts[2] > 1e-4} == {}
+
+
+def asked_by(cell: str) -> Json:
+    """Return the parameters that a cell of the table names."""
+    asked: Json = {}
+    for name, value in re.findall(r"`(\w+)` ([^,]+)", cell):
+        if name == "tool_choice":
+            asked |= {"tools": TOOLS, "tool_choice": NAMED if value == "named" else value}
+        elif name == "response_format":
+            asked |= schema(SCHEMA) if value == "json_schema" else {"response_format": {"type": value}}
+        else:
+            asked |= {name: json.loads(value)} | ({"tools": TOOLS} if name == "parallel_tool_calls" else {})
+    if "strict tools" in cell:
+        asked["tools"] = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    return asked
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
