@@ -348,7 +348,9 @@ def _text_block(block: Json) -> str:
         raise InvalidRequest(
             f"a block of type {block['type']!r:.40} cannot be served here; send text", param="messages"
         )
-    return str(block.get("text") or "")
+    check_kinds(block, {"text": str})
+    text: str | None = block.get("text")
+    return text or ""
 
 
 def _assistant_message(blocks: list[Json]) -> Json:

@@ -15,6 +15,7 @@ import orjson
 
 from proxy.dialects.base import ENDED
 from proxy.dialects.blocks import Block, blocks_of, chat_tool_call, failed_text, joined_content, parts_of
+from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.types import Json
@@ -236,7 +237,8 @@ def _chat_content(content: Any) -> Any:
 def _chat_part(part: Json) -> Json:
     kind = part.get("type")
     if kind in TEXT_PARTS:
-        return {"type": "text", "text": str(part.get("text") or "")}
+        check_kinds(part, {"text": str})
+        return {"type": "text", "text": part.get("text") or ""}
     if kind == "input_image" and part.get("image_url"):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     raise InvalidRequest(

@@ -132,6 +132,21 @@ LOST: dict[str, tuple[Any, dict[str, Any], str]] = {
         },
         "a part that is no text; send text",
     ),
+    "a text that is a list": (
+        Messages(),
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "text", "text": ["Hi."]}]}]},
+        "`text` must be a JSON string",
+    ),
+    "a text of a system prompt that is an object": (
+        Messages(),
+        {"max_tokens": 9, "messages": [SAID_USER], "system": [{"type": "text", "text": {"a": 1}}]},
+        "`text` must be a JSON string",
+    ),
+    "a text of an item that is a number": (
+        Responses(),
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+        "`text` must be a JSON string",
+    ),
     "a message of a tool among items": (
         Responses(),
         {"input": [{"role": "tool", "tool_call_id": "c", "content": "ok"}]},
