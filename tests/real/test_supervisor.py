@@ -231,23 +231,14 @@ def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
-def test_no_process_outlives_a_killed_supervisor(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_a_supervisor_that_is_killed_or_interrupted(tmp_path, number: signal.Signals):
     """`kill -9` runs no handler: the kernel signals the guards, and they end their groups."""
     path = tmp_path / "pids"
     process = _supervising_process(path, tmp_path)
     pids = _pids(path)
     assert all(map(_alive, pids))
-    process.kill()
-    process.wait(WAIT_SECONDS)
-    process.stdout.close()
-    wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")
-
-
-def test_ctrl_c_stops_everything(tmp_path):
-    path = tmp_path / "pids"
-    process = _supervising_process(path, tmp_path)
-    pids = _pids(path)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.wait(WAIT_SECONDS)
     process.stdout.close()
     wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")

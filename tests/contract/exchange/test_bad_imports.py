@@ -35,6 +35,13 @@ def nested(depth: int) -> dict:
 
 
 BAD_OPENAI = {
+    "a line that was cut": ("{broken\n", "not JSON"),
+    "a line that is no object": ("[1]\n", "not a JSON object"),
+    "no message": ({"messages": []}, "not a list of messages"),
+    "no reply": ({"messages": [USER]}, "no assistant message"),
+    "an unknown role": (after({"role": "wizard", "content": "Hi"}), "'wizard'"),
+    "a picture": (after({"role": "user", "content": [{"type": "image_url"}]}), "'image_url'"),
+    "another format": ({"prompt": "x"}, "prompt"),
     "half of a surrogate pair in a reply": (reply(content=HALF), "cannot be read"),
     "half of a surrogate pair in a prompt": (
         {"messages": [{"role": "user", "content": HALF}, REPLY]},
@@ -132,14 +139,14 @@ CASES = [("openai", *case) for case in BAD_OPENAI.values()] + [("hf", *case) for
 def test_one_bad_line_is_reported_with_its_number_and_the_lines_beside_it_are_stored(
     format_name: str, line: dict | str, named: str, database: Database, tmp_path: Path, model: Path
 ) -> None:
-    """A dry run reports the same."""
+    """A dry run reports the same. An empty line is left out and counted."""
     other = {"messages": [USER, REPLY | {"content": "Ho"}]}
     dry, stored = (
-        run_import(tmp_path, model, [HELLO, line, other], format_name, *options, status=1)
+        run_import(tmp_path, model, [HELLO, "\n", line, other], format_name, *options, status=1)
         for options in (["--dry-run"], [])
     )
     assert dry == stored
-    assert (stored["sessions"], [bad["line"] for bad in stored["bad"]]) == (2, [2])
+    assert (stored["sessions"], [bad["line"] for bad in stored["bad"]]) == (2, [3])
     assert named in stored["bad"][0]["reason"]
     assert [record.turns[0].response["content"] for record in records(database)] == ["Hello", "Ho"]
 

@@ -84,31 +84,6 @@ def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(
     assert len(records(database)) == 3
 
 
-def test_bad_lines_are_reported_with_number_and_reason_and_the_rest_is_stored(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
-    lines = [
-        HELLO,
-        "{broken\n",
-        "\n",
-        "[1]\n",
-        {"messages": []},
-        {"messages": [{"role": "user", "content": "Hi"}]},
-        {"messages": [{"role": "wizard", "content": "Hi"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CONVERSATION[-1:]]},
-        {"prompt": "x"},
-    ]
-    report = run_import(tmp_path, model, lines, "openai", status=1)
-    assert (report["sessions"], report["num_bad"]) == (1, 7)
-    found = {bad["line"]: bad["reason"] for bad in report["bad"]}
-    assert sorted(found) == [2, 4, 5, 6, 7, 8, 9]
-    assert "not JSON" in found[2]
-    assert "no assistant message" in found[6]
-    assert "'wizard'" in found[7]
-    assert "'image_url'" in found[8]
-    assert "prompt" in found[9]
-
-
 def test_a_message_with_weight_0_is_only_part_of_the_prompt(database: Database, tmp_path: Path, model: Path) -> None:
     messages = [*HELLO["messages"], {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
     messages[1] = {**messages[1], "weight": 0}
