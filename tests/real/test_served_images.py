@@ -22,6 +22,7 @@ import pytest
 import sqlalchemy as sa
 import torch
 from PIL import Image
+from support import control_plane
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
 from support.seeing_agents import FORMATS, Reference, SeeingAgent
@@ -39,6 +40,7 @@ from turnwise.types import Outcome, PlacedImage
 
 NUM_SESSIONS = int(os.environ.get("TURNWISE_IMAGE_SESSIONS", "20"))
 KIND = os.environ.get("TURNWISE_IMAGE_MODEL", "Idefics3")
+NUM_CALLS = 300
 MAX_GAP = 1e-4
 MAX_GRADIENT_GAP = 1e-6
 """Of merged rows from a row a turn, relative, in float64."""
@@ -259,3 +261,22 @@ def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing
     for size in ((1, 1), (1, 900)):
         assert ask(seeing, [{"role": "user", "content": [shown(picture(1, size))]}]).status_code in (200, 400)
     ask(seeing, [{"role": "user", "content": [shown(plain)]}], max_tokens=1).raise_for_status()
+
+
+def test_calls_with_an_image_are_answered_while_weights_are_loaded(
+    seeing: RunningProxy, seeing_engine: RunningEngine
+) -> None:
+    """Each load empties the caches of images of vLLM's two processes, one after the other."""
+    image = shown(picture(1))
+
+    def call(number: int) -> None:
+        messages = [{"role": "user", "content": [image, {"type": "text", "text": f"What is {number}?"}]}]
+        ask(seeing, messages, stream=number % 2 == 0, max_tokens=4).raise_for_status()
+
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(call, number) for number in range(NUM_CALLS)]
+        while not all(each.done() for each in calls):
+            control_plane.ask(seeing_engine.url, "/pause?mode=keep&clear_cache=true", {})
+            control_plane.ask(seeing_engine.url, "/resume", {})
+    outcomes = Counter((view.turn.outcome, view.turn.reason) for view in seeing.turns())
+    assert outcomes == {(Outcome.EXACT, None): NUM_CALLS}

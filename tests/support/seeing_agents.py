@@ -151,7 +151,7 @@ class Reference:
         if (is_image & ~inside).any():
             return None
         images = [Image.open(io.BytesIO(files[image.digest])).convert("RGB") for image in chain.images]
-        made = self._processor([images], return_tensors="pt")
+        made = self._processor([images], return_tensors="pt") if images else {}
         if "mm_token_type_ids" in self._model.forward.__code__.co_varnames:
             made["mm_token_type_ids"] = is_image.int()
         logits = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), **made).logits[0, :-1].float()

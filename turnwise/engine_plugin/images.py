@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -172,7 +172,13 @@ def _show_in_replies() -> None:
 
 
 def return_places(chat: type[Any]) -> None:
-    """Let replies say where their images are; the argument is `OpenAIServingChat`."""
+    """Let replies say where their images are; the argument is `OpenAIServingChat`.
+
+    A load of weights empties the caches of images of vLLM's two processes. A call between them names an image that its
+    engine does not have any more, fails before its first token, and is tried once more, with the image.
+    """
+    from vllm.exceptions import GenerationError
+
     answer, render, narrow = (
         chat.create_chat_completion,
         chat.render_chat_request,
@@ -189,12 +195,18 @@ def return_places(chat: type[Any]) -> None:
 
     async def answer_with_places(self: Any, request: Any, raw_request: Any = None) -> Any:
         _places.set(None)
-        reply = await answer(self, request, raw_request)
+        again = functools.partial(answer, self, request, raw_request)
+        try:
+            reply = await again()
+        except GenerationError:
+            if _places.get() is None:
+                raise
+            reply = await again()
         places = _places.get()
         if places is None:
             return reply
         if hasattr(reply, "__aiter__"):
-            return _with_places(reply, places)
+            return _with_places(_repeated(reply, again), places)
         if hasattr(reply, "choices"):
             setattr(reply, FIELD, places)
         return reply
@@ -205,6 +217,23 @@ def return_places(chat: type[Any]) -> None:
     chat.render_chat_request = render_and_note
     chat.create_chat_completion = answer_with_places
     chat._engine_chat_template_kwargs = narrowed  # noqa: SLF001  it sends them to another process
+
+
+async def _repeated(events: AsyncIterator[str], again: Callable[[], Awaitable[Any]]) -> AsyncIterator[str]:
+    """Yield a stream's events, or those of a second one where the first fails before its first token."""
+    opened: list[str] | None = []
+    async for event in events:
+        if opened is not None and '"role":"assistant"' in event:
+            opened.append(event)
+            continue
+        if opened is not None and event.startswith('data: {"error"') and hasattr(other := await again(), "__aiter__"):
+            async for each in other:
+                yield each
+            return
+        for each in opened or ():
+            yield each
+        opened = None
+        yield event
 
 
 async def _with_places(events: AsyncIterator[str], places: str) -> AsyncIterator[str]:
