@@ -413,8 +413,8 @@ def _chat_part(block: Json) -> Json:
             url = str(source["url"])
         case "image", kind:
             raise InvalidRequest(
-                f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` with "
-                "`media_type` and `data`, or as `url`",
+                f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` or `url`, "
+                "with what it names",
                 param="messages",
             )
         case "document", kind:

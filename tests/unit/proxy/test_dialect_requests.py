@@ -122,7 +122,7 @@ LOST: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an image without data": (
         Messages(),
         {"max_tokens": 9, "messages": [{"role": "user", "content": [{**IMAGE, "source": {"type": "base64"}}]}]},
-        "send its source as `base64` with",
+        "send its source as `base64` or `url`, with what it names",
     ),
     "an image of a system instruction": (
         Gemini(),
