@@ -17,7 +17,8 @@ import torch
 
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
-from turnwise.processes.served_model import cpu_dtype_of, has_experts
+from turnwise.errors import EngineError
+from turnwise.processes.served_model import check_served, cpu_dtype_of
 from turnwise.types import PolicyKind
 
 NUM_TOKENS, RANK, CHANGE = 40, 8, 0.03
@@ -46,8 +47,11 @@ def change(model: str, kind: PolicyKind, directory: Path) -> tuple[list[int], to
 def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Return the largest and the mean difference by what was loaded, in nats."""
     os.environ.update(ENVIRONMENT)
-    has_adapters = not has_experts(model)
-    kinds = [PolicyKind.FULL, *([PolicyKind.LORA] if has_adapters else [])]
+    kinds = [PolicyKind.FULL, PolicyKind.LORA]
+    try:
+        check_served(model, gpu=False, lora=True, dtype=None)
+    except EngineError:
+        kinds.pop()
     expected = {kind: change(model, kind, scratch / kind) for kind in kinds}
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
