@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from trainer.model.loading import check_trainable, read_config
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
-from turnwise.errors import EngineError
+from turnwise.errors import TurnwiseError
 from turnwise.processes.served_model import check_served, cpu_dtype_of
 from turnwise.types import PolicyKind
 
@@ -44,14 +45,19 @@ def change(model: str, kind: PolicyKind, directory: Path) -> tuple[list[int], to
     return tokens, policy.next_logprobs(tokens)[torch.arange(NUM_TOKENS - 1), torch.tensor(tokens[1:])]
 
 
+def _is_possible(model: str, kind: PolicyKind) -> bool:
+    try:
+        check_served(model, gpu=False, lora=kind is PolicyKind.LORA, dtype=None)
+        check_trainable(read_config(model), TrainerSettings(model=model, kind=kind))
+    except TurnwiseError:
+        return False
+    return True
+
+
 def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Return the largest and the mean difference by what was loaded, in nats."""
     os.environ.update(ENVIRONMENT)
-    kinds = [PolicyKind.FULL, PolicyKind.LORA]
-    try:
-        check_served(model, gpu=False, lora=True, dtype=None)
-    except EngineError:
-        kinds.pop()
+    kinds = [kind for kind in PolicyKind if _is_possible(model, kind)]
     expected = {kind: change(model, kind, scratch / kind) for kind in kinds}
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -73,8 +79,9 @@ def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
 
     if lora:
         measure("adapter", PolicyKind.LORA, LoRARequest("adapter", 1, str(scratch / PolicyKind.LORA)))
-    measure("unchanged", PolicyKind.FULL)
-    for name in ("weights", "weights again"):
+    if PolicyKind.FULL in kinds:
+        measure("unchanged", PolicyKind.FULL)
+    for name in ("weights", "weights again") if PolicyKind.FULL in kinds else ():
         engine.collective_rpc("reload_weights", kwargs={"weights_path": str(scratch / PolicyKind.FULL)})
         measure(name, PolicyKind.FULL)
     return found

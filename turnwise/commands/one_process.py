@@ -15,7 +15,7 @@ import click
 
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.place import at_running_proxy
-from turnwise.errors import SettingsError
+from turnwise.errors import EngineError, SettingsError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
@@ -78,19 +78,24 @@ engine = SettingsCommand(
 def _tried(settings: TrainerSettings) -> dict[str, Any]:
     """Call the algorithm once on a small batch, as a start does; return what the trainer makes of the model.
 
-    Where vLLM is installed, a model that it would not serve on this machine is refused too.
+    Where vLLM is installed, an architecture that it does not serve is refused too.
     """
     from trainer.algorithms.trial import try_algorithm
     from trainer.model.loading import described
     from turnwise.processes.engine_command import has_gpu
-    from turnwise.processes.served_model import check_served
+    from turnwise.processes.served_model import check_architecture, check_served
 
     try_algorithm(settings.algorithm)
     if not Path(settings.model).is_dir():  # it is downloaded later, or on another machine
         return {}
+    notes, lora = described(settings), settings.kind is PolicyKind.LORA
     if importlib.util.find_spec("vllm") is not None:
-        check_served(settings.model, gpu=has_gpu(), lora=settings.kind is PolicyKind.LORA, dtype=None)
-    return {"notes": described(settings)}
+        check_architecture(settings.model, lora=lora)
+        try:
+            check_served(settings.model, gpu=has_gpu(), lora=lora, dtype=None)
+        except EngineError as error:
+            notes["no engine on this machine"] = str(error)
+    return {"notes": notes}
 
 
 def _run_trainer(settings: TrainerSettings) -> None:

@@ -174,13 +174,17 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> Non
             f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
             "release that belongs to this torch with pip, or run `make setup`"
         )
-    _check_architecture(model, lora=lora)
+    check_architecture(model, lora=lora)
     if not gpu:
         _check_on_cpu(model, kind, lora=lora, dtype=dtype)
 
 
-def _check_architecture(model: str, *, lora: bool) -> None:
-    """Refuse what the installed vLLM says of an architecture in its source, which is not imported for it."""
+def check_architecture(model: str, *, lora: bool) -> None:
+    """Refuse an architecture by what the installed vLLM's source says, which is not imported for it.
+
+    Raises:
+        EngineError: vLLM does not serve it, or no adapters of it.
+    """
     config = whole_config(model)
     name = next(iter(config.get("architectures") or ()), None)
     vllm = importlib.util.find_spec("vllm")
