@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import random
 from typing import Any
@@ -152,7 +153,7 @@ class Reference:
             return None
         images = [Image.open(io.BytesIO(files[image.digest])).convert("RGB") for image in chain.images]
         made = self._processor([images], return_tensors="pt") if images else {}
-        if "mm_token_type_ids" in self._model.forward.__code__.co_varnames:
+        if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
             made["mm_token_type_ids"] = is_image.int()
         logits = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), **made).logits[0, :-1].float()
         found = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
