@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any
 
 import pytest
-from support.ports import free_port
 
 from turnwise.commands import certify
 from turnwise.errors import ChildFailed
@@ -45,23 +43,20 @@ def test_the_number_format_is_the_one_that_the_engine_states(bfloat16_engine):
     assert certify.engine_dtype("http://127.0.0.1:1") is None
 
 
-def test_a_command_that_is_killed_or_late_is_told_from_one_that_fails(tmp_path, monkeypatch):
-    log = tmp_path / "trainer.log"
-    with pytest.raises(ChildFailed, match=r"there is no model directory '.*nowhere'"):
-        certify._command(log, "train", "--model", str(tmp_path / "nowhere"))
-    assert "fake-engine" in certify._command(log, "--help")
-    serve = ("fake-engine", "--port", str(free_port()))
-
-    def kill() -> None:
-        while not multiprocessing.active_children():
-            os.sched_yield()
-        multiprocessing.active_children()[0].kill()
-
-    killer = Thread(target=kill)
-    killer.start()
-    with pytest.raises(ChildFailed, match="turnwise fake-engine ended with signal SIGKILL"):
-        certify._command(log, *serve)
-    killer.join()
-    monkeypatch.setattr(certify, "WAIT_SECONDS", 1.0)
-    with pytest.raises(TimeoutError, match="turnwise fake-engine did not end within 1 s"):
-        certify._command(log, *serve)
+@pytest.mark.parametrize(
+    ("program", "error", "text"),
+    [
+        ("import time; time.sleep(60)", TimeoutError, "turnwise train did not end within 1 s"),
+        (
+            "import os, sys; print('OldError: x', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)",
+            ChildFailed,
+            "turnwise train ended with signal SIGKILL",
+        ),
+        ("raise KeyError('qkv')", ChildFailed, "KeyError: 'qkv'"),
+    ],
+)
+def test_a_command_that_is_killed_or_late_is_told_from_one_that_fails(tmp_path, monkeypatch, program, error, text):
+    monkeypatch.setattr("turnwise.processes.stack.command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(certify, "WAIT_SECONDS", 1.0 if error is TimeoutError else 60.0)
+    with pytest.raises(error, match=text):
+        certify._command(tmp_path / "trainer.log", "train")

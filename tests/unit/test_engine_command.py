@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.ports import free_port
 
+from turnwise.commands import one_process
 from turnwise.engine_plugin import REASON_FILE, mend_torchvision, tell_why_it_died
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes import engine_command, served_model
@@ -230,6 +232,8 @@ def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeyp
         ("MistralForCausalLM", True, None),
         ("GPTNeoXForCausalLM", True, None),
         ("BambaForCausalLM", False, "that vLLM serves no longer, since version 0.23.0"),
+        ("Dots1ForCausalLM", True, None),
+        ("PersimmonForCausalLM", False, None),
         ("T5ForConditionalGeneration", False, "that vLLM does not serve"),
         ("BertForMaskedLM", False, "that vLLM does not serve"),
         ("NobodysForCausalLM", False, "that vLLM does not serve"),
@@ -238,13 +242,33 @@ def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeyp
 def test_an_architecture_that_vllm_does_not_serve_is_refused_by_its_name_before_the_start(
     model_dir, architecture, lora, words
 ):
-    """Mistral inherits adapters from Llama, and vLLM serves GPT-NeoX with the code of transformers."""
+    """Mistral inherits adapters from Llama; vLLM serves GPT-NeoX, and Dots since it left, with transformers' code."""
     model = _write_config(model_dir, architectures=[architecture], is_encoder_decoder=architecture.startswith("T5"))
     if words is None:
         check_served(model, gpu=True, lora=lora, dtype=None)
         return
     with pytest.raises(EngineError, match=rf"\({architecture}\) is of an architecture {words}"):
         check_served(model, gpu=True, lora=lora, dtype=None)
+    for flags in (("--model-impl", "transformers"), ("--model_impl=transformers",), ("--trust-remote-code",)):
+        check_served(model, gpu=True, lora=lora, dtype=None, vllm_flags=flags)
+
+
+@pytest.mark.parametrize("registry", ["{**{}}", "{}"])
+def test_where_vllm_or_transformers_cannot_be_asked_vllm_decides(model_dir, tmp_path, monkeypatch, registry):
+    class Unfit:
+        __spec__ = None
+
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError("operator torchvision::nms does not exist")
+
+    models = tmp_path / "vllm" / "model_executor" / "models"
+    models.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (models / "registry.py").write_text("\n".join(f"{table} = {registry}" for table in served_model.TABLES))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "transformers", Unfit())
+    check_served(_write_config(model_dir, architectures=["NewForCausalLM"]), gpu=True, lora=True, dtype=None)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +286,32 @@ def test_an_engine_serves_no_texts_that_vllm_computes_otherwise_than_transformer
     engine = EngineSettings(model=_write_config(model_dir, max_position_embeddings=131072, **fields))
     for gpu in (True, False):
         assert _flag(build_command(engine, gpu=gpu).argv, "--max-model-len") == "1024"
+    longer = engine.model_copy(update={"max_model_len": 1025})
     with pytest.raises(SettingsError, match=r"otherwise than transformers, .*; set at most 1024"):
-        engine_command.check_model_fits(engine.model_copy(update={"max_model_len": 1025}), gpu=True)
-    engine_command.check_model_fits(engine.model_copy(update={"max_model_len": 1024}), gpu=True)
+        engine_command.check_model_fits(longer, gpu=True)
+    engine_command.check_model_fits(longer, gpu=True, is_trained=False)
+    right = engine.model_copy(update={"max_model_len": 1024})
+    engine_command.check_model_fits(right, gpu=True)
+    assert engine_command.length_note(right) is None
+    assert engine_command.length_note(engine, ("--max-model-len=2048",)) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "up to 1024 tokens, because as an engine for more vLLM computes it otherwise than transformers"),
+        (("--max-model-len", "1025"), "with max_model_len=1025, which is more than 1024, vLLM computes it otherwise"),
+    ],
+)
+def test_an_engine_without_a_trainer_says_what_limits_its_texts_and_takes_a_larger_length(
+    model_dir, monkeypatch, flags, words
+):
+    monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
+    monkeypatch.setattr(engine_command.EngineCommand, "execute", lambda _: None)
+    _write_config(model_dir, model_type="cohere2", sliding_window=1024, max_position_embeddings=8192)
+    result = CliRunner().invoke(one_process.engine, ["--model", str(model_dir), "--port", str(free_port()), *flags])
+    assert (result.exit_code, result.exception) == (0, None)
+    assert words in result.stderr
 
 
 def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -59,8 +59,6 @@ PASSING_CAUSE = re.compile(
     re.IGNORECASE,
 )
 """What says nothing about the model: this machine's memory or disk, a process that was killed, or time that ran out."""
-PRELOADED = ["trainer.main", "trainer.model.model", "transformers.masking_utils", "transformers.modeling_utils", "peft"]
-"""What trainers import for ten seconds; each is a fork of a process that has done it once."""
 OWN_ERROR = "turnwise: "
 """Begin of the line in which our commands say why they end."""
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
@@ -213,11 +211,17 @@ def certify(
 def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate: float) -> KindResult:
     import openai
 
+    from turnwise.commands.one_process import NO_ENGINE
+    from turnwise.processes.engine_command import has_gpu
+    from turnwise.processes.served_model import check_served
+
     result, database = KindResult(kind, dtype=_flagged_dtype(model, vllm_flags)), f"sqlite:///{place}/store.db"
     train = ["train", "--dry-run", "--kind", kind, "--model", model]
     failures = (TurnwiseError, RuntimeError, MemoryError, OSError, openai.APIError)
     try:
+        check_served(model, gpu=has_gpu(), lora=kind == "lora", dtype=None, vllm_flags=vllm_flags)
         result.notes = json.loads(_command(place / "dry-run.log", *train, "--json")).get("notes", {})
+        result.notes.pop(NO_ENGINE, None)  # without the flags
         with _stack(model, kind, place, database, vllm_flags) as (stack, client, engine_url):
             result.dtype = engine_dtype(engine_url) or result.dtype
             _play_all(stack, client, lambda *more: _train(model, kind, place, database, rate, *more))
@@ -338,35 +342,24 @@ def _command(log: Path, *arguments: str) -> str:
         ChildFailed: It failed, with the error that its log ends with.
         TimeoutError: It did not end in time.
     """
+    from turnwise.processes.stack import command
     from turnwise.processes.supervisor import KILLED, describe_exit, last_error
 
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.touch()
-    start, output = log.stat().st_size, log.with_suffix(".out")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_become, args=(arguments, output, log))
-    process.start()
-    process.join(WAIT_SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise TimeoutError(f"turnwise {arguments[0]} did not end within {WAIT_SECONDS:.0f} s: see {log}")
-    if process.exitcode:
+    with log.open("ab") as errors:
+        start = errors.tell()
+        try:
+            done = subprocess.run(  # noqa: S603  our own command
+                command(*arguments), stdout=subprocess.PIPE, stderr=errors, check=False, timeout=WAIT_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"turnwise {arguments[0]} did not end within {WAIT_SECONDS:.0f} s: see {log}") from error
+    if done.returncode:
         # A process that was killed wrote no error: what its log has is a warning.
-        said = None if process.exitcode in KILLED else last_error(log, start)
-        ended = f"turnwise {arguments[0]} ended with {describe_exit(process.exitcode)}: see {log}"
+        said = None if done.returncode in KILLED else last_error(log, start)
+        ended = f"turnwise {arguments[0]} ended with {describe_exit(done.returncode)}: see {log}"
         raise ChildFailed(said or ended)
-    return output.read_text(encoding="utf-8")
-
-
-def _become(arguments: tuple[str, ...], output: Path, log: Path) -> None:
-    from turnwise.commands.cli import main
-
-    with output.open("wb") as written, log.open("ab") as errors:
-        os.dup2(written.fileno(), sys.stdout.fileno())
-        os.dup2(errors.fileno(), sys.stderr.fileno())
-    main(list(arguments))
+    return done.stdout.decode()
 
 
 def _wait(client: Client, version: int, stack: Supervisor) -> None:

@@ -18,6 +18,9 @@ from turnwise.commands.place import at_running_proxy
 from turnwise.errors import EngineError, SettingsError
 from turnwise.types import PolicyKind
 
+NO_ENGINE = "no engine on this machine"
+"""Name of the trainer's note of why."""
+
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
     from trainer.settings import TrainerSettings
@@ -52,9 +55,11 @@ proxy = SettingsCommand(
 
 
 def _become_engine(settings: EngineSettings, extra: tuple[str, ...]) -> None:
-    from turnwise.processes.engine_command import build_command, check_startable
+    from turnwise.processes.engine_command import build_command, check_startable, length_note
 
-    check_startable(settings)
+    check_startable(settings, extra, is_trained=False)
+    if note := length_note(settings, extra):
+        click.echo(f"turnwise: {note}", err=True)
     build_command(settings, extra).execute()
 
 
@@ -78,23 +83,22 @@ engine = SettingsCommand(
 def _tried(settings: TrainerSettings) -> dict[str, Any]:
     """Call the algorithm once on a small batch, as a start does; return what the trainer makes of the model.
 
-    Where vLLM is installed, an architecture that it does not serve is refused too.
+    Where vLLM is installed, it also says what an engine on this machine would be refused for.
     """
     from trainer.algorithms.trial import try_algorithm
     from trainer.model.loading import described
     from turnwise.processes.engine_command import has_gpu
-    from turnwise.processes.served_model import check_architecture, check_served
+    from turnwise.processes.served_model import check_served
 
     try_algorithm(settings.algorithm)
     if not Path(settings.model).is_dir():  # it is downloaded later, or on another machine
         return {}
     notes, lora = described(settings), settings.kind is PolicyKind.LORA
     if importlib.util.find_spec("vllm") is not None:
-        check_architecture(settings.model, lora=lora)
         try:
             check_served(settings.model, gpu=has_gpu(), lora=lora, dtype=None)
         except EngineError as error:
-            notes["no engine on this machine"] = str(error)
+            notes[NO_ENGINE] = str(error)
     return {"notes": notes}
 
 

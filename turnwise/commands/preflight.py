@@ -39,6 +39,8 @@ class CheckedStack:
     needs: TrainerNeeds
     lora_offer: str | None = None
     """Why an adapter suits this start better than all weights, which nobody chose; None if it does not."""
+    length_note: str | None = None
+    """What limits the length of texts, or what it costs."""
 
 
 def check_up(settings: UpSettings, config: Path | None, vllm_flags: tuple[str, ...] = ()) -> CheckedStack:
@@ -59,7 +61,7 @@ def check_up(settings: UpSettings, config: Path | None, vllm_flags: tuple[str, .
             "lora": needs.lora_rank is not None,
         },
     )
-    engine_command.check_startable(engine)
+    engine_command.check_startable(engine, vllm_flags, is_trained=trainer is not None)
     if needs.engines_sleep and not engine_command.runs_on_gpu(engine):
         raise SettingsError(
             "engine_sleep_level in [trainer] needs engines on a GPU, and here they run on the CPU; set it to 0"
@@ -72,11 +74,12 @@ def check_up(settings: UpSettings, config: Path | None, vllm_flags: tuple[str, .
         with store.read() as conn:
             is_new = len(versions.list_versions(conn, limit=2)[0]) < 2  # version 0 is the model itself
     check_keys(database, settings.host)
+    note = engine_command.length_note(engine, vllm_flags)
     if trainer is None or settings.model is None:
-        return CheckedStack(gpus, needs)
+        return CheckedStack(gpus, needs, length_note=note)
     if served_model.whole_config(settings.model).get("model_type"):
         check_trained(trainer)
-    return CheckedStack(gpus, needs, lora_offer(gpus, settings.model, trainer) if is_new else None)
+    return CheckedStack(gpus, needs, lora_offer(gpus, settings.model, trainer) if is_new else None, note)
 
 
 def lora_offer(gpus: GpuPlan, model: str, trainer: TrainerSettings) -> str | None:

@@ -58,6 +58,8 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
             with place.announced(_state_of(stack, settings)), started as running:
                 running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/")
+                if checked.length_note:
+                    running.say("up", checked.length_note)
                 if settings.trainer and checked.needs.lora_rank is None:
                     running.say("up", "whole weights are trained; named policies and a hold-out need --kind lora")
                 running.say("up", "ctrl-C stops everything; another terminal: turnwise doctor, turnwise sessions")

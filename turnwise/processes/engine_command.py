@@ -15,6 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -267,12 +268,36 @@ def _cpu_context(model: str) -> int:
     )
 
 
-def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
-    """Refuse a model that vLLM would refuse only after its start, or at the first call."""
+def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool | None = None) -> str | None:
+    """Return what limits the length of texts below what the model has, or what a larger length costs; None if not."""
+    equal, positions = equal_positions(settings.model), max_positions(settings.model)
+    asked = settings.max_model_len
+    if equal is None or any(flag.replace("_", "-").startswith("--max-model-len") for flag in vllm_flags):
+        return None
+    why = "vLLM computes it otherwise than transformers, by the factors of its longrope or by its windows"
+    if asked is not None:
+        warning = f"with max_model_len={asked}, which is more than {equal}, {why}: train nothing that it samples"
+        return warning if asked > equal else None
+    default = positions if runs_on_gpu(settings, gpu) else min(CPU_CONTEXT_TOKENS, positions or CPU_CONTEXT_TOKENS)
+    if default is not None and default <= equal:
+        return None
+    return (
+        f"the engine serves {settings.model!r} up to {equal} tokens, because as an engine for more {why}; where "
+        "nothing is trained, max_model_len sets more"
+    )
+
+
+def check_model_fits(
+    settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool, is_trained: bool = True
+) -> None:
+    """Refuse a model that vLLM would refuse only after its start, or at the first call.
+
+    Where it `is_trained`, a length for which vLLM computes it otherwise than transformers is refused too.
+    """
     positions = max_positions(settings.model)
     is_scaled = bool(model_config(settings.model).get("rope_scaling"))
     asked, equal = settings.max_model_len or 0, equal_positions(settings.model)
-    if equal is not None and asked > equal:
+    if is_trained and equal is not None and asked > equal:
         raise SettingsError(
             f"with max_model_len={asked} vLLM computes the model {settings.model!r} otherwise than transformers, by "
             f"the factors of its longrope or by its windows; set at most {equal}, or leave it out"
@@ -282,15 +307,19 @@ def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
             f"max_model_len={asked} is more than the {positions} positions of the model {settings.model!r}; set at "
             f"most {positions}, or leave it out"
         )
-    check_served(settings.model, gpu=gpu, lora=settings.lora, dtype=settings.dtype)
+    check_served(settings.model, gpu=gpu, lora=settings.lora, dtype=settings.dtype, vllm_flags=vllm_flags)
 
 
 def _optional(flag: str, value: object) -> list[str]:
     return [] if value is None or value == "" else [flag, str(value)]
 
 
-def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> None:
+def check_startable(
+    settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool | None = None, is_trained: bool = True
+) -> None:
     """Refuse a start that would fail later with a traceback, or would open the engine to other machines.
+
+    `is_trained` says whether a trainer learns from what the engine samples.
 
     Raises:
         EngineError: vLLM is missing, or its packages do not fit together.
@@ -318,7 +347,7 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if is_directory(settings.model):
         check_model_directory(Path(settings.model))
-    check_model_fits(settings, gpu=runs_on_gpu(settings, gpu))
+    check_model_fits(settings, vllm_flags, gpu=runs_on_gpu(settings, gpu), is_trained=is_trained)
     check_port_is_free("the engine", settings.host, settings.port)
 
 

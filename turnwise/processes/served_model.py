@@ -61,6 +61,8 @@ TABLES = (
     "_PREVIOUSLY_SUPPORTED_MODELS",
 )
 """Of vLLM's registry: module and class of each architecture that chats, and the last version that had one."""
+DECIDING_FLAGS = ("--model-impl", "--trust-remote-code", "--hf-overrides")
+"""With these flags, vLLM serves other code than its registry names for an architecture."""
 
 
 def whole_config(model: str) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def has_experts(model: str) -> bool:
     return any(isinstance(config.get(name), int) and config[name] > 1 for name in EXPERTS)
 
 
-def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> None:
+def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None, vllm_flags: Sequence[str] = ()) -> None:
     """Refuse a model that vLLM would refuse only after its start, or at the first call.
 
     Raises:
@@ -174,12 +176,13 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None) -> Non
             f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
             "release that belongs to this torch with pip, or run `make setup`"
         )
-    check_architecture(model, lora=lora)
+    if not any(flag.replace("_", "-").startswith(DECIDING_FLAGS) for flag in vllm_flags):
+        _check_architecture(model, lora=lora)
     if not gpu:
         _check_on_cpu(model, kind, lora=lora, dtype=dtype)
 
 
-def check_architecture(model: str, *, lora: bool) -> None:
+def _check_architecture(model: str, *, lora: bool) -> None:
     """Refuse an architecture by what the installed vLLM's source says, which is not imported for it.
 
     Raises:
@@ -191,30 +194,42 @@ def check_architecture(model: str, *, lora: bool) -> None:
     models = Path() if vllm is None or vllm.origin is None else Path(vllm.origin).parent / "model_executor" / "models"
     if name is None or not (models / "registry.py").is_file():
         return
-    known = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in ast.parse((models / "registry.py").read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in TABLES
-    }
-    if not all(table in known for table in TABLES):
+    known = _tables(models / "registry.py")
+    if known is None:
         return  # another release of vLLM
-    *served, no_longer = (known[table] for table in TABLES)
+    *served, no_longer = known
     found = next((table[name] for table in served if name in table), None)
     problem = None
-    if name in no_longer:
-        problem = f"that vLLM serves no longer, since version {no_longer[name]}; serve another model"
-    elif found is None and (config.get("is_encoder_decoder") or not _is_served_by_transformers(name)):
-        problem = "that vLLM does not serve; serve another model"
+    if found is None and (config.get("is_encoder_decoder") or not _is_served_by_transformers(name)):
+        since = f" no longer, since version {no_longer[name]}" if name in no_longer else ""
+        is_not = "serves" if since else "does not serve"
+        problem = f"that vLLM {is_not}{since}; serve another model, or pass --model-impl or --trust-remote-code to vLLM"
     elif lora and found is not None and not _takes_adapters(models, *found):
         problem = "of which vLLM serves no adapters; train all weights (kind='full') and serve without --lora"
     if problem is not None:
         raise EngineError(f"the model {model!r} ({name}) is of an architecture {problem}")
 
 
+def _tables(registry: Path) -> list[dict[str, Any]] | None:
+    """Return `TABLES`; None where one is missing, or is not written as a constant."""
+    found = {
+        node.targets[0].id: node.value
+        for node in ast.parse(registry.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    try:
+        return [ast.literal_eval(found[table]) for table in TABLES]
+    except (KeyError, ValueError):
+        return None
+
+
 def _is_served_by_transformers(name: str) -> bool:
     """Return whether vLLM serves an architecture that it does not name, with the code of transformers."""
-    known: Any = getattr(importlib.import_module("transformers"), name, None)
-    if not callable(getattr(known, "can_generate", None)):
+    try:
+        known: Any = getattr(importlib.import_module("transformers"), name, None)
+    except (ImportError, OSError, RuntimeError, ValueError):  # what a class imports does not fit: vLLM says it
+        return True
+    if not callable(getattr(known, "can_generate", None)) or known._is_stateful:  # noqa: SLF001  vLLM keeps its states only in code of its own
         return False
     return bool(known.can_generate() and (known.is_backend_compatible() or known._can_set_attn_implementation()))  # noqa: SLF001  as vLLM asks
 

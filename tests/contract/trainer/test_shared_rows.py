@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main
+from turnwise.commands.one_process import NO_ENGINE
 
 WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -171,6 +173,18 @@ def test_a_dry_run_says_what_a_row_of_the_model_may_hold(kind, model):
     printed = CliRunner().invoke(main, ["train", "--dry-run", "--model", str(model)], catch_exceptions=False).output
     expected = "shared by chains" if kind == "full" else "of one chain each, because it has layers of the kind"
     assert f"# rows: {expected}" in printed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's own list of architectures is read")
+def test_a_dry_run_of_the_trainer_says_what_only_an_engine_here_would_refuse(tmp_path):
+    """The engine may run on another machine, or with --model-impl transformers."""
+    make_model(tmp_path, "StableLm")
+    options = ["train", "--dry-run", "--kind", "lora", "--model", str(tmp_path)]
+    printed = CliRunner().invoke(main, options, catch_exceptions=False)
+    assert printed.exit_code == 0
+    assert (
+        f"# {NO_ENGINE}: the model '{tmp_path}' (StableLmForCausalLM) is of an architecture of which" in printed.output
+    )
 
 
 def uncompiled(*arguments, training, **options):
