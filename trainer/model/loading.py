@@ -259,7 +259,7 @@ def described(spec: TrainerSettings) -> dict[str, str]:
 
 
 def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
-    """Return the model in training mode without dropout, with an adapter for LoRA; a wrapper's other parts are frozen.
+    """Return the model in training mode without noise, with an adapter for LoRA; a wrapper's other parts are frozen.
 
     Raises:
         SettingsError: A name in `lora_targets` is of no layer of the model, or there is no layer for an adapter.
@@ -281,16 +281,18 @@ def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
             if spec.vision == "all" or (spec.vision == "projector" and PROJECTOR.search(name)):
                 parameter.requires_grad_(requires_grad=True)
     model.train()
-    return _without_dropout(cast("nn.Module", model))
+    return _without_noise(cast("nn.Module", model))
 
 
-def _without_dropout(model: nn.Module) -> nn.Module:
+def _without_noise(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):  # a function drops by it
                 setattr(module, name, 0.0)
+        if any("jitter" in name for name in vars(module)):  # a router; in Phi-3.5-MoE the jitter counts in serving too
+            module.training = False
     return model
 
 

@@ -17,6 +17,7 @@ from trainer.model.adapters import reach_of
 from trainer.model.loading import described, load_model
 from trainer.model.model import Policy
 from trainer.model.router_replay import RouterReplay
+from trainer.model.traits import measured_alone
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind, PolicyVersion
@@ -246,10 +247,18 @@ def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog: pyt
     assert "is not followed by Llama4Router" in caplog.text
 
 
-def test_nothing_is_dropped_at_random_in_models_that_drop_in_functions(tmp_path: Path) -> None:
-    """OPT's layers hold their share as a number; the trained logprobs differed by 0.6 nats from the served ones."""
-    config = transformers.OPTConfig(**SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5})
-    model = transformers.OPTForCausalLM(config).eval()
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5}),
+        ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 5.0, "input_jitter_noise": 0.5}),
+    ],
+)
+def test_models_that_drop_in_functions_or_route_at_random_in_training_are_trained_as_they_are_served(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """OPT's layers hold their share as a number; Phi-3.5-MoE samples experts within its jitter of the best."""
+    model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
     model.save_pretrained(tmp_path)
     policy, tokens = Policy(TrainerSettings(model=str(tmp_path), device="cpu")), list(range(20))
     policy.load(0)
@@ -259,10 +268,9 @@ def test_nothing_is_dropped_at_random_in_models_that_drop_in_functions(tmp_path:
     torch.testing.assert_close(policy.next_logprobs(tokens), expected)
 
 
-def test_a_model_that_chooses_experts_at_random_in_training_is_refused_at_the_start(tmp_path: Path) -> None:
-    make_model(tmp_path, "Phimoe", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=5.0)
-    with pytest.raises(SettingsError, match=r"with noise in training, .* nats a token .*: train another model"):
-        Policy(TrainerSettings(model=str(tmp_path), device="cpu")).load(0)
+def test_a_model_that_is_computed_with_noise_is_refused_at_the_start() -> None:
+    with pytest.raises(SettingsError, match=r"'noisy' with noise in training, .* nats a token .*: train another model"):
+        measured_alone(lambda _, targets: torch.rand(len(targets)), "noisy", 64, torch.float32, None)
 
 
 def test_a_soft_cap_of_the_attention_is_computed_by_trainer_and_verification(tmp_path: Path) -> None:
