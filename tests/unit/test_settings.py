@@ -180,6 +180,11 @@ def _with_all_defaults_set(text: str) -> str:
     return "\n".join(lines)
 
 
+def test_an_unknown_section_is_named():
+    with pytest.raises(ValueError, match="no section 'proxyy': there are up, proxy, "):
+        settings_model("proxyy")
+
+
 def test_the_unedited_file_changes_no_setting(text):
     assert tomllib.loads(text) == {section: {} for section in DESCRIPTIONS}
 

@@ -42,7 +42,13 @@ _MODELS = {
 
 
 def settings_model(section: str) -> type[Settings]:
-    """Return the settings model of a section."""
+    """Return the settings model of a section.
+
+    Raises:
+        ValueError: There is no such section.
+    """
+    if section not in _MODELS:
+        raise ValueError(f"no section {section!r}: there are {', '.join(_MODELS)}")
     module, _, name = _MODELS[section].partition(":")
     model: type[Settings] = getattr(importlib.import_module(module), name)
     return model
