@@ -164,7 +164,9 @@ def read_scores(answer: str, count: int) -> list[float]:
             conversation, whose author would then grade himself.
     """
     given: dict[int, set[float]] = {}
-    for found in _objects(answer.rpartition("</think>")[2]):
+    if answer.lstrip().startswith("<think>"):  # any other end of thinking may be quoted
+        answer = answer.partition("</think>")[2]
+    for found in _objects(answer):
         try:
             number, score = found.get("number", 1), found["score"]
             if not isinstance(number, bool) and not isinstance(score, bool) and int(number) == float(number):
