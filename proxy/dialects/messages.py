@@ -348,17 +348,21 @@ def _text_block(block: Json) -> str:
         raise InvalidRequest(
             f"a block of type {block['type']!r:.40} cannot be served here; send text", param="messages"
         )
-    check_kinds(block, {"text": str})
-    text: str | None = block.get("text")
+    return _said(block, "text")
+
+
+def _said(block: Json, field: str) -> str:
+    check_kinds(block, {field: str})
+    text: str | None = block.get(field)
     return text or ""
 
 
 def _assistant_message(blocks: list[Json]) -> Json:
     message: Json = {"role": "assistant", "content": None}
     said = {"text": "text", "compaction": "content"}
-    if texts := [str(block.get(said[kind]) or "") for block in blocks if (kind := str(block.get("type"))) in said]:
+    if texts := [_said(block, said[kind]) for block in blocks if (kind := str(block.get("type"))) in said]:
         message["content"] = "".join(texts)
-    if thinking := "".join(str(block.get("thinking") or "") for block in blocks if block.get("type") == "thinking"):
+    if thinking := "".join(_said(block, "thinking") for block in blocks if block.get("type") == "thinking"):
         message["reasoning"] = thinking
     if calls := [_chat_tool_call(block) for block in blocks if block.get("type") == "tool_use"]:
         message["tool_calls"] = calls
@@ -396,7 +400,7 @@ def _chat_parts(block: Json) -> list[Json]:
     source = block.get("source")
     pages = source.get("content") if block.get("type") == "document" and isinstance(source, dict) else None
     if isinstance(pages, list) and any(page.get("type") != "text" for page in parts_of(pages, "content")):
-        heading = "\n".join(str(block[field]) for field in ("title", "context") if block.get(field))
+        heading = "\n".join(text for field in ("title", "context") if (text := _said(block, field)))
         return [*([{"type": "text", "text": heading}] if heading else []), *map(_chat_part, pages)]
     return [_chat_part(block)]
 
@@ -406,11 +410,12 @@ def _chat_part(block: Json) -> Json:
         return {"type": "text", "text": text}
     check_kinds(block, {"source": dict})
     source = block.get("source") or {}
+    check_kinds(source, {"url": str, "data": str, "media_type": str})
     match block.get("type"), source.get("type"):
         case "image", "base64" if source.get("media_type") and source.get("data"):
             url = f"data:{source['media_type']};base64,{source['data']}"
         case "image", "url" if source.get("url"):
-            url = str(source["url"])
+            url = source["url"]
         case "image", kind:
             raise InvalidRequest(
                 f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` or `url`, "
@@ -438,16 +443,16 @@ def _block_text(block: Json) -> str | None:
             return _text_block(block)
         case "document", ("text" | "content") as kind:
             own = (source or {}).get("data" if kind == "text" else "content")
-            texts = [block.get("title"), block.get("context"), _text_of(own)]
+            texts = [_said(block, "title"), _said(block, "context"), _text_of(own)]
         case "search_result", _:
-            texts = [block.get("title"), source, _text_of(block.get("content"))]
+            texts = [_said(block, "title"), _said(block, "source"), _text_of(block.get("content"))]
         case "tool_reference", _:
-            texts = [block.get("tool_name")]
+            texts = [_said(block, "tool_name")]
         case "compaction", _:
             texts = [_text_of(block.get("content"))]
         case _:
             return None
-    return "\n".join(str(each) for each in texts if each)
+    return "\n".join(filter(None, texts))
 
 
 def _text_of(content: Any) -> str:

@@ -123,7 +123,7 @@ def chat_tool_choice(choice: Any) -> Any:
         return {"type": "function", "function": {"name": name}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         match choice:
-            case {"mode": "required", "tools": [dict() as only]}:
+            case {"mode": "required", "tools": [{"type": "function" | "custom"} as only]}:
                 return chat_tool_choice(only)
         return choice.get("mode") or "auto"
     raise InvalidRequest(
@@ -250,10 +250,14 @@ def _chat_part(part: Json) -> Json:
 def _text(parts: Any) -> str:
     if parts is None or isinstance(parts, str):
         return parts or ""
-    found = [part if part.get("type") == "refusal" else _chat_part(part) for part in parts_of(parts, "input")]
+    found = []
+    for part in parts_of(parts, "input"):
+        check_kinds(part, {"refusal": str})
+        is_refusal = part.get("type") == "refusal"
+        found.append(_chat_part({"type": "text"} | ({"text": part.get("refusal")} if is_refusal else part)))
     if any(part["type"] == "image_url" for part in found):
         raise InvalidRequest("an assistant's message with images cannot be served; send text", param="input")
-    return "".join(str(part.get("text") or part.get("refusal") or "") for part in found)
+    return "".join(part["text"] for part in found)
 
 
 def item_status(block: Block, last: Block | None, finish_reason: str | None) -> str:

@@ -137,6 +137,30 @@ LOST: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "text", "text": ["Hi."]}]}]},
         "`text` must be a JSON string",
     ),
+    **{
+        f"a {block['type']} of a {role} whose {field} is a list": (
+            Messages(),
+            {"max_tokens": 9, "messages": [{"role": role, "content": [{**block, field: ["Hi."]}]}]},
+            f"`{field}` must be a JSON string",
+        )
+        for role, field, block in (
+            ("assistant", "text", {"type": "text"}),
+            ("assistant", "content", {"type": "compaction"}),
+            ("assistant", "thinking", {"type": "thinking"}),
+            ("user", "title", {"type": "document", "source": {"type": "text", "data": "It rains."}}),
+            ("user", "title", {"type": "document", "source": {"type": "content", "content": [IMAGE]}}),
+            ("user", "source", {"type": "search_result", "content": []}),
+            ("user", "tool_name", {"type": "tool_reference"}),
+        )
+    },
+    "an address of an image that is a list": (
+        Messages(),
+        {
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": [{**IMAGE, "source": {"type": "url", "url": [1]}}]}],
+        },
+        "`url` must be a JSON string",
+    ),
     "a text of a system prompt that is an object": (
         Messages(),
         {"max_tokens": 9, "messages": [SAID_USER], "system": [{"type": "text", "text": {"a": 1}}]},
@@ -192,6 +216,13 @@ def test_a_null_text_is_empty_and_not_the_word_none() -> None:
     assert call.messages == [{"role": "user", "content": "\nHi."}]
 
 
+def test_a_part_of_a_reply_without_a_type_is_text() -> None:
+    parts = [{"text": "a"}, {"type": "refusal", "refusal": "b"}]
+    items = [{"type": "reasoning", "summary": [{"text": "x"}]}, {"role": "assistant", "content": parts}]
+    call = Responses().parse({"input": items}, max_choices=1, max_messages=9)
+    assert call.messages == [{"role": "assistant", "content": "ab", "reasoning": "x"}]
+
+
 def test_a_document_is_read_with_its_title_and_context() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
     document = {"type": "document", "title": "Weather", "context": "of today", "source": source}
@@ -206,11 +237,12 @@ def test_a_document_is_read_with_its_title_and_context() -> None:
 def test_one_allowed_tool_that_is_required_is_the_named_tool() -> None:
     """As `allowedFunctionNames` of Gemini; of several allowed tools only the mode counts."""
     tools = [{"type": "function", "name": name} for name in ("look", "write")]
-    for allowed, choice in (
-        (["look"], {"type": "function", "function": {"name": "look"}}),
-        (["look", "write"], "required"),
+    for named, choice in (
+        (tools[:1], {"type": "function", "function": {"name": "look"}}),
+        (tools, "required"),
+        ([{"type": "web_search"}], "required"),
+        ([{"type": "mcp", "server_label": "a"}], "required"),
     ):
-        named = [{"type": "function", "name": name} for name in allowed]
         asked = {"input": "Hi.", "tools": tools} | {
             "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": named}
         }
