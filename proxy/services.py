@@ -139,6 +139,14 @@ class Services:
         """Return what the control plane stores of a JSON document that a client gave."""
         return document if self._redact is None else redacted_document(document, self._redact)
 
+    def redacted_text(self, text: str | None) -> str | None:
+        """Return what is stored of a free text; `redactor_failed` where the redactor fails, as with turns."""
+        try:
+            return cast("str | None", self.redacted(text))
+        except Exception:  # the redactor is another program's
+            log.exception("the redactor failed at a reason or a note, which is stored without its text")
+            return "redactor_failed"
+
     async def restrict(self, change: Callable[..., consent.Restricted], *of: Any) -> int:
         """Mark sessions as not to be trained, in short transactions; return how many were marked.
 

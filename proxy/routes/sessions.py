@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -359,15 +360,20 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
     return answer(ChainRole(wanted.role, turn_ids))
 
 
+FIXED_REASON = re.compile(r"exit_status_-?\d{1,3}|timeout|error|interrupted")
+"""What a rollout writes, and reads when it is resumed; any other reason is free text."""
+
+
 @router.post("/sessions/{session_id}/end", responses=describe_answer("EndedSessionAnswer"))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: EndRequest | None = None) -> Response:
     """End a session; `training_note` in the answer says what it waits for until it is trained, or why it is not."""
     given, reward = ending or EndRequest(), None
     if given.reward is not None:
         reward = Reward(session_id=session_id, tenant=principal.tenant, value=given.reward, written_by=principal.key_id)
-    session = await services.writer.do(
-        sessions.end_session, principal.tenant, session_id, services.redacted(given.termination_reason), reward=reward
-    )
+    reason = given.termination_reason
+    if reason is not None and not FIXED_REASON.fullmatch(reason):
+        reason = services.redacted_text(reason)
+    session = await services.writer.do(sessions.end_session, principal.tenant, session_id, reason, reward=reward)
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
     note = await services.database.fetch(training_note, session)
@@ -412,7 +418,7 @@ async def set_label(
     session_id: Id, label: LabelName, services: Here, principal: Caller, wanted: NewLabel | None = None
 ) -> Response:
     """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
-    note = None if wanted is None else services.redacted(wanted.note)
+    note = None if wanted is None else services.redacted_text(wanted.note)
     given = Label(label=label, note=note, written_by=principal.key_id)
     labelled = await services.writer.do(sessions.set_label, principal.tenant, session_id, given)
     return answer(await session_json(labelled, services))

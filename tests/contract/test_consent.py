@@ -263,6 +263,11 @@ def test_a_reply_tools_and_what_people_say_are_redacted_and_a_failing_redactor_l
         client.set_label("named", "ask", f"Ask {MAIL}.")
         assert client.session("named")["labels"][0]["note"] == "Ask [EMAIL]."
         assert client.end_session("named", reason=f"{MAIL} left")["termination_reason"] == "[EMAIL] left"
+        client.set_label("reply", "ask", FAILS_AT)
+        assert client.session("reply")["labels"][0]["note"] == "redactor_failed"
+        ended = client.end_session("reply", reason=f"{FAILS_AT} of {MAIL}")
+        assert (ended["status"], ended["termination_reason"]) == ("ended", "redactor_failed")
+        assert client.end_session("fails", reason="exit_status_0")["termination_reason"] == "exit_status_0"
     assert (turn.reason, turn.response["content"]) == ("redacted", "Ask [EMAIL].")
     assert [(view.turn.reason, view.turn.messages) for view in redacting.turns("fails")] == [("redactor_failed", [])]
     assert not is_stored(redacting, MAIL)

@@ -11,4 +11,4 @@ FAILS_AT = "dynamite"
 def redact(text: str) -> str:
     if FAILS_AT in text:
         raise ValueError("no text with this word")
-    return EMAIL.sub("[EMAIL]", text)
+    return EMAIL.sub("[EMAIL]", text).replace("exit_status_0", "[CODE]")
