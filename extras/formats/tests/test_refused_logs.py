@@ -135,6 +135,29 @@ def test_a_category_is_no_reward_and_the_newest_number_is_by_its_time(
     assert {line.name: line.value for line in record.rewards} == {"right": 1.0, "quality": 0.75}
 
 
+def test_a_score_of_a_trace_counts_beside_that_of_a_span(database: Database, tmp_path: Path, model: Path) -> None:
+    calls = [langfuse([USER], "Hello", id="1"), {"type": "SPAN", "id": "2"}, langfuse([USER], "Ho", id="3")]
+    scores = [{"name": "right", "value": 1}, {"name": "right", "value": 0, "observationId": "2"}]
+    run_import(tmp_path, model, [{"id": "a", "observations": calls, "scores": scores}], "langfuse")
+    assert [line.value for line in records(database)[0].rewards] == [1.0]
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        *({"finish_reason": "stop", "stop_reason": given} for given in (128009, "\n\nUser:")),
+        *({"finish_reason": given} for given in ("eos_token", "COMPLETE", "TOOL_CALL", "STOP")),
+        {"stop_reason": "end_turn"},
+    ],
+)
+def test_a_reply_that_the_model_ended_is_imported_in_the_words_of_each_server(
+    ended: dict, database: Database, tmp_path: Path, model: Path
+) -> None:
+    """Beside `finish_reason`, vLLM's `stop_reason` is the stop string or the further end token, whichever came."""
+    line = {"messages": [USER], "response": {"choices": [{"message": REPLY, **ended}]}}
+    assert run_import(tmp_path, model, [line], "litellm")["sessions"] == 1
+
+
 def test_generations_of_a_trace_are_in_the_order_of_their_times(
     database: Database, tmp_path: Path, model: Path
 ) -> None:

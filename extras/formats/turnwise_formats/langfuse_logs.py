@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from collections.abc import Collection
 from typing import Any
 
 from turnwise.errors import BadLine, SkippedLine
@@ -42,7 +43,8 @@ def drafts_of(document: Json) -> list[Json]:
     if not generations:
         raise SkippedLine("a trace without a generation")
     generations.sort(key=lambda one: instant(_field(one, "startTime")) or NO_TIME)
-    rewards = _scores(document, num_generations=len(generations))
+    others = {_field(one, "id") for one in observations if not _is_generation(one)}
+    rewards = _scores(document, len(generations), others)
     return [{"conversations": [_generation(one) for one in generations], "rewards": rewards}]
 
 
@@ -70,8 +72,8 @@ def _is_generation(document: Json) -> bool:
     return str(document.get("type") or "").upper() == "GENERATION"
 
 
-def _scores(document: Json, num_generations: int = 1) -> dict[str, float]:
-    """Return the numeric scores by name, the newest of each name.
+def _scores(document: Json, num_generations: int = 1, others: Collection[Any] = ()) -> dict[str, float]:
+    """Return the numeric scores by name, the newest of each name; beside several generations not those of `others`.
 
     Raises:
         BadLine: which score of a name is the newest is not known, or a numeric score has no number, or is that of one
@@ -86,7 +88,10 @@ def _scores(document: Json, num_generations: int = 1) -> dict[str, float]:
         if kind not in NUMBERS or isinstance(value, str | None) or (kind is None and _field(one, "stringValue")):
             continue
         name = str(one.get("name") or "reward")
-        if num_generations > 1 and _field(one, "observationId"):
+        of = _field(one, "observationId") if num_generations > 1 else None
+        if of and of in others:
+            continue
+        if of:
             raise BadLine(f"its score {name!r} is that of one of {num_generations} generations, and none of them all")
         scored = number_of(value, f"score {name!r}")
         at = instant(_field(one, "timestamp") or _field(one, "createdAt"))

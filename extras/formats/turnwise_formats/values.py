@@ -60,7 +60,10 @@ def message_list(found: Any) -> list[Json]:
     return found
 
 
-SAMPLED_ENDS = ("stop", "eos", "tool_calls", "function_call", "end_turn", "tool_use", "stop_sequence")
+SAMPLED_ENDS = (
+    *("stop", "eos", "eos_token", "complete", "tool_call", "tool_calls", "function_call", "end_turn", "tool_use"),
+    "stop_sequence",
+)
 """Reasons of an end that the model has sampled, in the words of several formats."""
 
 
@@ -89,10 +92,10 @@ def reply_of(response: Any) -> Json:
 
 
 def _check_ended(response: Json) -> None:
-    for field in ("finish_reason", "stop_reason"):
-        reason = response.get(field)
-        if reason and str(reason).lower() not in SAMPLED_ENDS:
-            raise BadLine(f"its reply was cut off: its {field.replace('_', ' ')} is {reason!r}")
+    field = "finish_reason" if response.get("finish_reason") else "stop_reason"  # vLLM's is what ended the text
+    reason = response.get(field)
+    if reason and str(reason).lower() not in SAMPLED_ENDS:
+        raise BadLine(f"its reply was cut off: its {field.replace('_', ' ')} is {reason!r}")
     if response.get("incomplete_details"):
         raise BadLine(f"its reply was cut off: its incomplete_details are {response['incomplete_details']!r:.80}")
 
