@@ -75,7 +75,8 @@ BAD_OPENAI = {
     "a weight that is no number": ({"messages": [USER, REPLY | {"weight": "no"}]}, "weight"),
     "a tool of another API": (HELLO | {"tools": [{"name": "f", "input_schema": {}}]}, "a tool is"),
     "a tool without a name": (HELLO | {"tools": [{"type": "web_search"}]}, "a tool is"),
-    "a tool whose parameters are text": (HELLO | {"tools": [{"name": "f", "parameters": "{}"}]}, "a tool is"),
+    "a tool whose parameters are no object": (HELLO | {"tools": [{"name": "f", "parameters": "[1]"}]}, "a tool is"),
+    "a tool whose parameters are free text": (HELLO | {"tools": [{"name": "f", "parameters": "x"}]}, "not JSON"),
     "tools and functions": (HELLO | {"tools": [{"name": "f"}], "functions": [{"name": "g"}]}, "tools and functions"),
     **{
         f"reasoning as {field}": (reply(content="x", **{field: value}), f"reasoning as {field}")
@@ -89,6 +90,7 @@ BAD_OPENAI = {
         f"a mark {field}": (reply(content="x", **{field: value}), field)
         for field, value in {"mask": True, "train_detail": [{"begin_offset": 0, "train": False}]}.items()
     },
+    "a sender that is a list": ({"messages": [USER | {"from": ["gpt"]}, REPLY]}, "is from ['gpt']"),
     "a role and another sender": ({"messages": [USER | {"from": "gpt"}, REPLY]}, "is from 'gpt'"),
 }
 WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
@@ -115,10 +117,12 @@ BAD_ROWS = {
     "an output and another completion": (
         {"instruction": "a", "output": "b", "prompt": "a", "completion": "c"}, "another output",
     ),
-    "a message from a function": (
-        {"conversations": [USER, {"from": "function", "value": "{}"}, REPLY]}, "from 'function'",
+    "a reply alone beside a conversation of another form": (
+        {"conversation": [{"input": "Hi"}], "chosen": [REPLY], "rejected": [REPLY | {"content": "No"}]},
+        "the role None",
     ),
-    "two conversations": ({"messages": [USER, REPLY], "conversations": [USER, REPLY]}, "messages and conversations"),
+    "a conversation of another form alone": ({"messages": [{"input": "Hi", "output": "Hello"}]}, "the role None"),
+    "two conversations": ({**HELLO, "conversations": [USER, REPLY | {"content": "Ho"}]}, "messages and conversations"),
     "a prompt that the conversation has not": ({"prompt": "Who?", "messages": [USER, REPLY]}, "not part of"),
     "a prompt beside another conversation": (
         {"prompt": "Who?", "chosen": WHOLE, "rejected": [*WHOLE[:2], REPLY | {"content": "No"}]}, "not part of",
@@ -269,6 +273,40 @@ def test_of_a_pair_that_parts_at_an_earlier_turn_everything_after_it_is_trained(
         run_import(tmp_path, model, [row], format_name, name=f"{format_name}.jsonl")
     said = [[turn.response["content"] for turn in record.turns] for record in records(database)]
     assert said == [["2", "Hello"], ["4", "Hello"]] * 2
+
+
+OTHER = [USER, REPLY | {"content": "Ho"}]
+PAIR = {"chosen": [USER, REPLY], "rejected": OTHER}
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+UNAMBIGUOUS = {
+    "a null sender beside a role": ({"messages": [USER | {"from": None}, REPLY | {"from": "Alice"}]}, 1),
+    "a null role beside a sender": ({"messages": [{"role": None, "from": "human", "value": "Hi"}, REPLY]}, 1),
+    **{
+        f"a result from {name}": ({"conversations": [USER, {"from": name, "value": "{}"}, REPLY]}, 1)
+        for name in ("function", "function_response", "observation")
+    },
+    "a conversation of another form beside a pair": (
+        PAIR | {"conversation": [{"input": "Hi", "output": "Hello"}]}, 2,
+    ),
+    "no messages beside a pair": (PAIR | {"messages": [], "conversations": "as text"}, 2),
+    "equal conversations": ({**HELLO, "conversations": HELLO["messages"]}, 1),
+    "equal conversations beside a pair": (PAIR | {**HELLO, "conversations": [USER, REPLY]}, 2),
+    "nothing masked": ({"messages": [USER, REPLY | {"masked": False}], "mask": "a word of [MASK]", "masked": "0"}, 1),
+    "functions as free text": (HELLO | {"functions": "math, code"}, 1),
+    "equal tools and functions": (HELLO | {"tools": [TOOL], "functions": json.dumps([TOOL])}, 1),
+    "parameters as text and as an empty list": (
+        HELLO | {"tools": [TOOL | {"parameters": '{"type": "object"}'}, TOOL | {"parameters": []}]}, 1,
+    ),
+    "one system prompt in two columns": (HELLO | {"system": "a", "system_message": "a"}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "number"), UNAMBIGUOUS.values(), ids=UNAMBIGUOUS)
+def test_what_can_be_read_in_one_way_only_is_imported(
+    row: dict, number: int, database: Database, tmp_path: Path, model: Path
+) -> None:
+    run_import(tmp_path, model, [row], "hf")
+    assert [record.turns[-1].response["content"] for record in records(database)] == ["Hello", "Ho"][:number]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

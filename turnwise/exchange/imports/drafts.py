@@ -86,6 +86,7 @@ ROLES = {
     "model": "assistant",
     "ai": "assistant",
     "function": "tool",
+    "function_response": "tool",
     "observation": "tool",
 }
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
@@ -135,14 +136,14 @@ def chat_message(found: Any) -> Json:
 
 
 def _sender(found: Json) -> str:
-    name = found.get("role", found.get("from"))
+    sender = found.get("from")
+    name = sender if found.get("role") is None else found["role"]
     if not isinstance(name, str) or name not in ROLES:
         raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
-    sender = found.get("from", name)
-    if sender != name and ROLES.get(sender, sender) != (ROLES[name] or name):
+    if not isinstance(sender, str | None):
+        raise BadLine(f"a message is from {_shown(sender)}, not a text")
+    if sender in ROLES and (ROLES[sender] or sender) != (ROLES[name] or name):  # any other text is a name
         raise BadLine(f"a message has the role {name!r} and is from {sender!r}")
-    if sender == "function" and "role" not in found:
-        raise BadLine("a message is from 'function', which is a call in some files and a result in others")
     return name
 
 
@@ -153,13 +154,21 @@ def tool_schemas(found: Any) -> list[Json] | None:
         return None
     if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
         raise BadLine(f"its tools are {_shown(schemas)}, not a list of tool schemas")
-    wrapped = [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
-    for schema in wrapped:
-        function = schema["function"]
-        named = isinstance(function, dict) and isinstance(function.get("name"), str) and "input_schema" not in function
-        if not named or not isinstance(function.get("parameters"), dict | None):
-            raise BadLine(f"a tool is {_shown(function)}, not a function with a name and parameters")
-    return wrapped
+    return [
+        {"type": "function"} | (schema if "function" in schema else {}) | {"function": _function(schema)}
+        for schema in schemas
+    ]
+
+
+def _function(schema: Json) -> Json:
+    """Return the function of a tool schema, whose parameters may be JSON text, or an empty list for an empty object."""
+    function = schema.get("function", schema)
+    named = isinstance(function, dict) and isinstance(function.get("name"), str) and "input_schema" not in function
+    found = function.get("parameters") if named else None
+    parameters = {} if found == [] else value_of_json(found) if isinstance(found, str) else found
+    if not named or not isinstance(parameters, dict | None):
+        raise BadLine(f"a tool is {_shown(function)}, not a function with a name and parameters")
+    return function if parameters is found else function | {"parameters": parameters}
 
 
 def untrained_of(found: list[Any]) -> frozenset[int]:
@@ -187,8 +196,18 @@ def check_marks(found: Json) -> None:
         BadLine: it has.
     """
     for field in UNREAD_MARKS:
-        if found.get(field) is not None:
+        mark = found.get(field)
+        if field == "masked" and str(mark).lower() in ("false", "0"):
+            continue
+        if mark not in (None, "", []) and (field != "mask" or _is_number(mark)):
             raise BadLine(f"its {field} marks what is trained in a way that is not read; use weight 0 or 1")
+
+
+def _is_number(mark: Any) -> bool:
+    """Tell whether a field may be a mark: a number or a list of numbers, unlike a text or a picture of this name."""
+    if isinstance(mark, list):
+        return all(map(_is_number, mark))
+    return isinstance(mark, int | float) or str(mark).lower() in ("0", "1", "true", "false")
 
 
 def check_no_media(found: Json) -> None:

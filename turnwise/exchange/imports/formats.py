@@ -86,9 +86,13 @@ def _pair_drafts(
 
 
 def _tools(document: Json) -> list[Json] | None:
-    if document.get("tools") and document.get("functions"):
+    tools, functions = tool_schemas(document.get("tools")), document.get("functions")
+    if isinstance(functions, str) and not functions.lstrip().startswith("["):
+        return tools  # a text of the row's own
+    functions = tool_schemas(functions)
+    if tools and functions and tools != functions:
         raise BadLine("it has tools and functions")
-    return tool_schemas(document.get("tools") or document.get("functions"))
+    return tools or functions
 
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
@@ -105,15 +109,15 @@ def data_set_drafts(document: Json) -> list[Draft]:
     check_no_media(document)
     check_marks(document)
     tools = _tools(document)
-    columns = [column for column in CONVERSATION_COLUMNS if document.get(column) is not None]
-    if len(columns) > 1:
-        raise BadLine(f"it has the columns {' and '.join(columns)}, each of which is a conversation")
+    given = [column for column in CONVERSATION_COLUMNS if document.get(column)]
+    columns = _conversations(document, given)
     if document.get("chosen") is not None and document.get("rejected") is not None:
         starts, wholes, marked = [], {}, {}
         for name in REWARDS:
             wholes[name], start, marked[name] = _with_prompt(document, name)
             starts.append(start)
-        _check_agrees(document, columns, list(wholes.values()))
+        is_whole = wholes["chosen"][0]["role"] != "assistant"  # else another column may have its prompt
+        _check_agrees(document, columns if is_whole else given, list(wholes.values()))
         return _pair_drafts(wholes, marked, min(starts), tools)
     rewards = _rewards(document)
     document = _with_completion(document)
@@ -125,10 +129,30 @@ def data_set_drafts(document: Json) -> list[Draft]:
         whole, start, untrained = _with_prompt(document, "completion")
         untrained = untrained.union(range(start or len(whole) - 1))
         return [Draft(conversations=[conversation_of(whole, tools, untrained=untrained)], rewards=rewards)]
+    for column in given:
+        chat_messages(document[column])  # says what it is instead
     raise BadLine(
         f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected, "
         f"instruction with output; its columns are {', '.join(document) or 'none'}"
     )
+
+
+def _conversations(document: Json, given: list[str]) -> list[str]:
+    """Return the column of a row that is a conversation, or none: one of other objects or of text is the row's own.
+
+    Raises:
+        BadLine: two columns are different conversations.
+    """
+    columns = [
+        column
+        for column in given
+        if isinstance(found := document[column], list)
+        and any(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found)
+    ]
+    read = [(chat_messages(document[column]), untrained_of(document[column])) for column in columns]
+    if any(one != read[0] for one in read):
+        raise BadLine(f"it has the columns {' and '.join(columns)}, each of which is a conversation")
+    return columns[:1]
 
 
 def _with_completion(document: Json) -> Json:
@@ -200,14 +224,15 @@ def _begun(messages: list[Json], asked: list[Json]) -> int | None:
 def _before(document: Json) -> list[Json]:
     """Return the messages of the columns that precede a conversation: a system prompt, and earlier exchanges."""
     given = {column: document[column] for column in SYSTEM_COLUMNS if document.get(column)}
+    systems = list(given.values())
     history = document.get("history") or []
     is_paired = isinstance(history, list) and all(isinstance(one, list) and len(one) == 2 for one in history)
-    if len(given) > 1 or not is_paired:
+    if any(one != systems[0] for one in systems) or not is_paired:
         raise BadLine(f"its {', '.join(given) if is_paired else 'history'} cannot be put before the conversation")
     exchanges = [message for asked, answered in history for message in (("user", asked), ("assistant", answered))]
     return [
         chat_message({"role": role, "content": text})
-        for role, text in [*(("system", one) for one in given.values()), *exchanges]
+        for role, text in [*(("system", one) for one in systems[:1]), *exchanges]
     ]
 
 
