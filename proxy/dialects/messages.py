@@ -348,13 +348,15 @@ def _text_block(block: Json) -> str:
         raise InvalidRequest(
             f"a block of type {block['type']!r:.40} cannot be served here; send text", param="messages"
         )
+    check_kinds(block, {"text": str})
     return _said(block, "text")
 
 
 def _said(block: Json, field: str) -> str:
-    check_kinds(block, {field: str})
-    text: str | None = block.get(field)
-    return text or ""
+    """Return a text, which may be written as a number."""
+    if isinstance(block.get(field), bool) or not isinstance(block.get(field), int | float):
+        check_kinds(block, {field: str})
+    return str(block.get(field) or "")
 
 
 def _assistant_message(blocks: list[Json]) -> Json:
