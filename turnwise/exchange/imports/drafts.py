@@ -168,7 +168,7 @@ def _function(schema: Json) -> Json:
     parameters = {} if found == [] else value_of_json(found) if isinstance(found, str) else found
     if not named or not isinstance(parameters, dict | None):
         raise BadLine(f"a tool is {_shown(function)}, not a function with a name and parameters")
-    return function if parameters is found else function | {"parameters": parameters}
+    return {**function} if parameters is found else {**function, "parameters": parameters}
 
 
 def untrained_of(found: list[Any]) -> frozenset[int]:
