@@ -211,9 +211,8 @@ def certify(
 def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate: float) -> KindResult:
     import openai
 
-    from turnwise.commands.one_process import NO_ENGINE
     from turnwise.processes.engine_command import has_gpu
-    from turnwise.processes.served_model import check_served
+    from turnwise.processes.served_model import NO_ENGINE, check_served
 
     result, database = KindResult(kind, dtype=_flagged_dtype(model, vllm_flags)), f"sqlite:///{place}/store.db"
     train = ["train", "--dry-run", "--kind", kind, "--model", model]

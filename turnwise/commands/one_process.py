@@ -18,9 +18,6 @@ from turnwise.commands.place import at_running_proxy
 from turnwise.errors import EngineError, SettingsError
 from turnwise.types import PolicyKind
 
-NO_ENGINE = "no engine on this machine"
-"""Name of the trainer's note of why."""
-
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
     from trainer.settings import TrainerSettings
@@ -88,7 +85,7 @@ def _tried(settings: TrainerSettings) -> dict[str, Any]:
     from trainer.algorithms.trial import try_algorithm
     from trainer.model.loading import described
     from turnwise.processes.engine_command import has_gpu
-    from turnwise.processes.served_model import check_served
+    from turnwise.processes.served_model import NO_ENGINE, check_served
 
     try_algorithm(settings.algorithm)
     if not Path(settings.model).is_dir():  # it is downloaded later, or on another machine

@@ -64,6 +64,9 @@ TABLES = (
 DECIDING_FLAGS = ("--model-impl", "--trust-remote-code", "--hf-overrides")
 """With these flags, vLLM serves other code than its registry names for an architecture."""
 
+NO_ENGINE = "no engine on this machine"
+"""Name of the trainer's note that `check_served` would refuse its model here."""
+
 
 def whole_config(model: str) -> dict[str, Any]:
     """Return the configuration of a model; empty for a public model that is not in the cache."""

@@ -23,7 +23,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main
-from turnwise.commands.one_process import NO_ENGINE
+from turnwise.processes.served_model import NO_ENGINE
 
 WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
