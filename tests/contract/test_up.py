@@ -107,6 +107,14 @@ def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model,
     assert "pip install tensorboard" in _refused("up", "--model", model)
 
 
+def test_a_length_that_vllm_computes_otherwise_than_the_trainer_is_refused_with_a_trainer_alone(model):
+    Path(model, "config.json").write_text('{"model_type": "cohere2", "sliding_window": 64}')
+    Path(model, "chat_template.jinja").unlink()
+    Path("turnwise.toml").write_text("[engine]\nmax_model_len = 65\n")
+    assert "with max_model_len=65 vLLM computes the model" in _refused("up", "--model", model)
+    assert "has no chat template" in _refused("up", "--model", model, "--no-trainer")  # the next check
+
+
 def test_a_model_without_a_chat_template_is_refused_and_the_database_still_takes_another(model):
     Path(model, "chat_template.jinja").unlink()
     assert "has no chat template" in _refused("up", "--model", model, "--no-trainer")
