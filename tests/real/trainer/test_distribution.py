@@ -99,7 +99,7 @@ TRUNCATED: dict[str, Json] = {
 PLANTED: dict[str, Json] = {
     "schema": {"response_format": {"type": "json_object"}},
     "penalties": {"repetition_penalty": 3.0},
-    "top": {"temperature": 1.0},
+    "top": {"temperature": 2.0},
     "named": {"tool_grammar": {"type": "object"}},
 }
 """Parameters in place of those that were asked for."""
