@@ -221,7 +221,7 @@ def test_the_served_version_is_chosen_after_a_question(window: Visit, world: Run
     page.route("**/v1/policies?*", lambda route: route.fulfill(json=served))
     version = {"status": "active", "metrics": {}, "created_at": "2026-01-01T00:00:00Z", "on_disk": True, "path": "/p"}
     listed = [version | {"version": 3}, version | {"version": 2, "status": "retired"}]
-    served = {"data": listed, "has_more": False, "pinned_version": 2, "policies": []}
+    served = {"data": listed, "has_more": False, "pinned_version": 2, "policies": [], "trained_shares": []}
     page.on("dialog", lambda dialog: questions.append(dialog.message) or dialog.accept())
     page = window.open("#runs")
     page.click("button:text('Follow the newest')")
