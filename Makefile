@@ -26,7 +26,7 @@ setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for
 
 # On a terminal pip shows what it downloads; a log has only what went wrong.
 PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
-# Python compiles what it imports; pip would compile 22,850 files, of which most are never imported.
+# Python compiles what it imports; pip would compile 22,850 files one by one, of which a demo imports few.
 INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 # The CPU build of vLLM needs the CPU build of torch on Linux, which PyPI does not have.
 TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
@@ -41,6 +41,8 @@ TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname
 
 .venv/.dev: .venv/.demo
 	$(INSTALL) --editable '.[dev]'
+	# The processes of the tests start at once and would each compile what they import.
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 constraints: setup ## Pin the versions that are installed now, once all tests pass with them
