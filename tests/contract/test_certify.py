@@ -6,10 +6,10 @@ import json
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
+from support.servers import serving
 
 from turnwise.commands import certify
 from turnwise.errors import ChildFailed
@@ -30,12 +30,8 @@ def bfloat16_engine() -> Iterator[str]:
 
         def log_message(self, *_: object) -> None: ...
 
-    with HTTPServer(("127.0.0.1", 0), Stated) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(HTTPServer(("127.0.0.1", 0), Stated)) as url:
+        yield url
 
 
 def test_the_number_format_is_the_one_that_the_engine_states(bfloat16_engine):

@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from support.commands import invoke
+from support.servers import serving
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from turnwise.commands.output import print_records
@@ -173,10 +173,8 @@ def test_the_doctor_names_the_address_of_an_api_in_place_of_an_engine(fake_engin
 
 def test_the_doctor_does_not_blame_the_address_for_an_engines_own_error(database):
     """The handler of the standard library has no GET: it answers 501."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = invoke("doctor", "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
-        server.shutdown()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)) as url:
+        result = invoke("doctor", "--engine", url, "--database", database)
     assert "answers 501 to GET /health; the log of that server states the reason" in result.output
 
 
@@ -189,10 +187,8 @@ def test_the_address_of_another_server_than_an_engine_is_named(database: str, co
             self.end_headers()
             self.wfile.write(content)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = invoke(command, "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
-        server.shutdown()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Website)) as url:
+        result = invoke(command, "--engine", url, "--database", database)
     assert "name the address of a vLLM server, without /v1" in result.output
     assert result.exit_code == 1
 

@@ -8,7 +8,6 @@ import json
 import re
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from support.commands import invoke
 from support.migrated import migrated, writing
 from support.proxies import RunningProxy
+from support.servers import serving
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
@@ -241,12 +241,11 @@ def test_commands_call_an_engine_with_the_authority_and_the_key_that_the_proxy_h
     monkeypatch.setenv("TURNWISE_PROXY_ENGINE_CA", str(certificate[0]))
     monkeypatch.setenv("TURNWISE_PROXY_ENGINE_API_KEY", "engine-secret")
     database = migrated(f"sqlite:///{tmp_path}/store.db")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
-        server.socket = offered.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    server.socket = offered.wrap_socket(server.socket, server_side=True)
+    with serving(server):
         url = f"https://127.0.0.1:{server.server_port}"
         done = invoke(command, "--engine", url, "--database", database)
-        server.shutdown()
     assert re.search(rf"{url} answer(s|ed) 503 to GET", done.output), done.output
     assert "engine-secret" not in done.output
 

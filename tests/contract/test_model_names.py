@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import threading
 from collections.abc import Iterator
 
 import anthropic
@@ -12,6 +11,7 @@ import httpx2
 import openai
 import pytest
 from support.proxies import ProxyAndEngine, StartProxy, assert_served_is_stored
+from support.servers import serving
 from turnwise_fake_engine import RunningFakeEngine
 
 HELLO = {"messages": [{"role": "user", "content": "Hello there"}]}
@@ -83,13 +83,8 @@ class Embeddings(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def upstream() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Embeddings)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v9"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Embeddings)) as url:
+        yield f"{url}/v9"
 
 
 def test_a_configured_upstream_gets_the_request_with_its_own_key(

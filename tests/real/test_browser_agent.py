@@ -9,7 +9,6 @@ import dataclasses
 import os
 import shutil
 import subprocess
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +20,7 @@ from support import served_vision
 from support.engines import running_engine
 from support.forced_browser import SOLVED, TYPED
 from support.proxies import StartProxy
+from support.servers import serving
 
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
@@ -66,12 +66,8 @@ class Site(BaseHTTPRequestHandler):
 def site() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     server.solved, server.typed = set(), []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield server
 
 
 def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(

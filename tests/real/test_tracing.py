@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.control_plane import metric
 from support.proxies import STOP_SECONDS, StartProxy
+from support.servers import serving
 from support.waiting import wait_until
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine
 
@@ -56,12 +56,8 @@ class Collector:
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     running = Collector()
-    thread = threading.Thread(target=running.server.serve_forever)
-    thread.start()
-    yield running
-    running.server.shutdown()
-    thread.join()
-    running.server.server_close()
+    with serving(running.server):
+        yield running
 
 
 def attributes(span: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Servers that tests start as processes: wait for their start, and end them."""
+"""Servers of tests: processes that start and end, and servers of the standard library in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from http.server import HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,3 +39,16 @@ def end_group(process: subprocess.Popen[bytes] | WarmProcess, seconds: float = W
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
+
+
+@contextlib.contextmanager
+def serving(server: HTTPServer) -> Iterator[str]:
+    """Serve in a thread until the block ends; yield the server's URL."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 from support.proxies import running_proxy
+from support.servers import serving
 from turnwise_adapters.open_webui import WebUI, pass_on
 from turnwise_fake_engine import Script, running_fake_engine
 
@@ -37,10 +37,8 @@ def served(documents: dict[str, Any]) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Print nothing."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Routes) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Routes)) as url:
+        yield url
 
 
 def rating(message_id: str, **data: Any) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import base64
 import contextlib
 import http.server
 import json
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 from support.proxies import running_proxy
+from support.servers import serving
 from turnwise_fake_engine import running_fake_engine
 from turnwise_formats.langfuse_scores import Langfuse, pass_on
 from turnwise_formats.otlp import span_id_of, trace_id_of
@@ -53,10 +53,8 @@ def served(scores: list[Json]) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Print nothing."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Routes) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Routes)) as url:
+        yield url
 
 
 def score(data_type: str, value: object, name: str = "quality", source: str = "ANNOTATION", **subject: str) -> Json:

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import http.server
 import ipaddress
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
+from support.servers import serving
 
 from proxy.calls.images import is_public
 from turnwise.store import retention
@@ -69,12 +69,8 @@ class Pictures(http.server.BaseHTTPRequestHandler):
 def pictures() -> Iterator[http.server.ThreadingHTTPServer]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
     server.asked = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield server
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import http.server
 import json
 import os
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.servers import serving
 
 from turnwise.rewards.judge import Judge
 from turnwise.rewards.posting import Poster
@@ -71,9 +71,7 @@ async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go
         def log_message(self, *_: object) -> None:
             """Print nothing."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as url:
         rule = RewardSettings(
             source="judge", judge_url=url, judge_model="m", state=tmp_path / "state.jsonl", attempts=1, watch=True,
             max_sessions=2, poll_seconds=0.01,
@@ -81,7 +79,6 @@ async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go
         proxy, judge = ProxyOfTwoSessions(), Judge(rule)
         counts = await Poster(rule, proxy, judge, lambda _: None).run()
         await judge.close()
-        server.shutdown()
     assert (counts.num_sessions, counts.num_failed, counts.num_rewards) == (2, 1, 1)
     assert [(line["session_id"], line["value"]) for line in proxy.posted] == [("good", 0.5)]
     assert counts.last_error is not None
