@@ -163,8 +163,12 @@ def call_key(index: Any, call_id: str, name: str, ids: dict[int, list[str]]) -> 
     return place, len(known) - 1
 
 
-def argument_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else dumps(arguments).decode()
+def call_part(part: Json) -> tuple[str, str, str]:
+    """Return the id, name and arguments of a part of a tool call; all are empty where the parser had nothing to say."""
+    function = part.get("function") or {}
+    arguments = function.get("arguments") or ""
+    text = arguments if isinstance(arguments, str) else dumps(arguments).decode()
+    return part.get("id") or "", function.get("name") or "", text
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from proxy.dialects import sse
-from proxy.dialects.base import ENDED, CallKey, argument_text, call_key
+from proxy.dialects.base import ENDED, CallKey, call_key, call_part
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
@@ -55,10 +55,9 @@ def blocks_of(message: Json | None) -> Iterator[Block]:
         yield Block("text", text, index=index)
         index += 1
     for position, part in enumerate(message.get("tool_calls") or ()):
-        function = part.get("function") or {}
-        call_id, name, arguments = part.get("id") or "", function.get("name") or "", function.get("arguments") or ""
+        call_id, name, arguments = call_part(part)
         if call_id or name or arguments:
-            yield Block("tool", argument_text(arguments), part.get("index"), call_id, name, index + position)
+            yield Block("tool", arguments, part.get("index"), call_id, name, index + position)
 
 
 class Assembler:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from proxy.dialects.base import SENT, Call, Captured, Choice, argument_text, call_key
+from proxy.dialects.base import SENT, Call, Captured, Choice, call_key, call_part
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.images import FIELD as PLACES
@@ -228,16 +228,15 @@ def _extend_message(choice: Choice, part: EngineChoice) -> bool:
 
 
 def _join_call(choice: Choice, part: Json) -> None:
-    function = part.get("function") or {}
-    call_id, name, arguments = part.get("id") or "", function.get("name") or "", function.get("arguments") or ""
+    call_id, name, arguments = call_part(part)
     if not (call_id or name or arguments):
-        return  # a tool parser had nothing to say
+        return
     key = call_key(part.get("index"), call_id, name, choice.call_ids)
     opened: Json = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
     call, pieces = choice.calls.setdefault(key, (opened, []))
     call["id"] = call["id"] or call_id or None
     call["function"]["name"] += name
-    pieces.append(argument_text(arguments))
+    pieces.append(arguments)
 
 
 def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:

@@ -56,7 +56,8 @@ MIN_REPLY = 32
 """Characters of a reply that is recognised by its text alone."""
 SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", None)
+NAMED_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+TEXT_PARTS = (*NAMED_TEXT_PARTS, None)
 """Types of the parts that vLLM reads as text (vllm/renderers/chat_utils.py); it also takes texts as parts."""
 NAME, CALL_IDS = "name", "call_ids"
 """What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
@@ -290,7 +291,7 @@ def argument_digests(message: Json) -> frozenset[bytes]:
 def has_media(messages: Sequence[Json]) -> bool:
     """Return whether any message may have content that is not text; vLLM also takes it from a part without a type."""
     return any(
-        isinstance(part, dict) and (part.get("type") not in TEXT_PARTS[:-1] or "uuid" in part)
+        isinstance(part, dict) and (part.get("type") not in NAMED_TEXT_PARTS or "uuid" in part)
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
