@@ -50,7 +50,7 @@ from trainer.model.loading import (
 )
 from trainer.model.published import by_published_names, carried, check_names
 from trainer.model.router_replay import RouterReplay
-from trainer.model.traits import measured_alone, why_alone
+from trainer.model.traits import check_repeatable, measured_alone, why_alone
 from trainer.model.vision import Vision
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
@@ -150,16 +150,17 @@ class Policy:
 
     def _measure_rows(self) -> None:
         self._is_measured = True
-        stated = why_alone(self.config)
-        model = self.spec.model, self.num_ids, self.compute_dtype
-        self.why_alone = measured_alone(self._plain_logprobs, *model, stated)
+        check_repeatable(self._plain_logprobs, self.spec.model, self.num_ids, self.compute_dtype)
+        self.why_alone = why_alone(self.config)
+        measured = None if self.why_alone else measured_alone(self._plain_logprobs, self.num_ids, self.compute_dtype)
         if self.mesh_axis is not None:
             cast("Any", self.model).reshard()  # the outermost weights stay whole until a backward pass
-        if stated is not None:
-            log.info("%r: a row holds one chain, because %s", self.spec.model, stated)
-            return
         if self.why_alone is not None:
-            reason = f"attention={self.attention!r} does not keep chains apart: {self.why_alone}"
+            log.info("%r: a row holds one chain, because %s", self.spec.model, self.why_alone)
+            return
+        self.why_alone = measured
+        if measured is not None:
+            reason = f"attention={self.attention!r} does not keep chains apart: {measured}"
             if self._context is not None:
                 raise SettingsError(f"context_parallel cannot compute {self.spec.model!r}: {reason}")
             log.warning("%r: a row holds one chain, because %s", self.spec.model, reason)

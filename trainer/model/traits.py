@@ -39,33 +39,32 @@ def why_alone(config: Any) -> str | None:
     return "it has " + ", ".join(f"{name}={size!r}" for name, size in sizes.items()) if sizes else None
 
 
-def measured_alone(
-    logprobs: Callable[[Row, Tensor], Tensor], name: str, vocabulary: int, dtype: torch.dtype, stated: str | None
-) -> str | None:
-    """Return why each chain needs a row, as its configuration states or as packed rows differ; None where it does not.
+def check_repeatable(logprobs: Callable[[Row, Tensor], Tensor], name: str, vocabulary: int, dtype: torch.dtype) -> None:
+    """Check that two passes over the same text are equal, unlike with routers that choose experts at random.
 
-    Args:
-        logprobs: Returns those of these tokens in a row, [m].
-        name: The model, for the error.
-        vocabulary: Token ids that the model knows.
-        dtype: The least precise one of the computation.
-        stated: What `why_alone` returned.
+    The arguments are those of `measured_alone`, and the model's name for the error.
 
     Raises:
-        SettingsError: Two passes over the same text differ, as with routers that choose experts at random.
+        SettingsError: They differ.
+    """
+    chain = np.random.default_rng(0).integers(vocabulary, size=max(LENGTHS), dtype=np.int32)
+    first, second = (_computed(logprobs, *side_by_side([chain]), [chain]) for _ in range(2))
+    if (gap := float((first - second).abs().mean())) > TOLERANCE[dtype]:
+        raise SettingsError(
+            f"transformers computes {name!r} with noise in training, {gap:.2g} nats a token between two passes over "
+            "the same text: train another model"
+        )
+
+
+def measured_alone(logprobs: Callable[[Row, Tensor], Tensor], vocabulary: int, dtype: torch.dtype) -> str | None:
+    """Return by how much the chains of a packed row differ from a row each; None where they do not.
+
+    `logprobs` returns those of these tokens in a row, [m]; `dtype` is the least precise one of the computation.
     """
     random = np.random.default_rng(0)
     trunk, left, right, other = (random.integers(vocabulary, size=length, dtype=np.int32) for length in LENGTHS)
     chains = [np.concatenate([trunk, left]), np.concatenate([trunk, right]), other]
     alone = [_computed(logprobs, *side_by_side([chain]), [chain]) for chain in chains]
-    again = _computed(logprobs, *side_by_side([chains[0]]), [chains[0]])
-    if (gap := float((alone[0] - again).abs().mean())) > TOLERANCE[dtype]:
-        raise SettingsError(
-            f"transformers computes {name!r} with noise in training, {gap:.2g} nats a token between two passes over "
-            "the same text: train another model"
-        )
-    if stated is not None:
-        return stated
     forest = Forest()
     for chain in chains:
         forest.insert(chain)

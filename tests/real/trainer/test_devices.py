@@ -63,7 +63,8 @@ def small_memory(monkeypatch, most_tokens, most_recomputed=None):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return real(self, inputs)
 
-    monkeypatch.setattr("trainer.model.model.measured_alone", lambda *_: None)  # its rows are not of the test
+    for check in ("check_repeatable", "measured_alone"):  # their rows are not of the test
+        monkeypatch.setattr(f"trainer.model.model.{check}", lambda *_: None)
     monkeypatch.setattr(Policy, "logprobs", logprobs)
 
 
@@ -238,7 +239,8 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
         rows.append(inputs.tokens.shape[1])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("trainer.model.model.measured_alone", lambda *_: None)
+    for check in ("check_repeatable", "measured_alone"):
+        monkeypatch.setattr(f"trainer.model.model.{check}", lambda *_: None)
     monkeypatch.setattr(Policy, "logprobs", logprobs)
     monkeypatch.setattr(World, "own", lambda _world, rows, _cost: [(row, True) for row in rows])
     monkeypatch.setattr(World, "from_first", lambda _world, ask: ask())

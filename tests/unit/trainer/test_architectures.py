@@ -17,7 +17,7 @@ from trainer.model.adapters import reach_of
 from trainer.model.loading import described, load_model
 from trainer.model.model import Policy
 from trainer.model.router_replay import RouterReplay
-from trainer.model.traits import measured_alone
+from trainer.model.traits import check_repeatable
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind, PolicyVersion
@@ -270,7 +270,7 @@ def test_models_that_drop_in_functions_or_route_at_random_in_training_are_traine
 
 def test_a_model_that_is_computed_with_noise_is_refused_at_the_start() -> None:
     with pytest.raises(SettingsError, match=r"'noisy' with noise in training, .* nats a token .*: train another model"):
-        measured_alone(lambda _, targets: torch.rand(len(targets)), "noisy", 64, torch.float32, None)
+        check_repeatable(lambda _, targets: torch.rand(len(targets)), "noisy", 64, torch.float32)
 
 
 def test_a_soft_cap_of_the_attention_is_computed_by_trainer_and_verification(tmp_path: Path) -> None:
