@@ -43,7 +43,11 @@ class VisionDemoSettings(DemoSettings):
         """Return the target if the run missed it; a control must not learn."""
         if not self.control:
             return super().missed(report)
-        return None if report.reward_after <= MOST_BY_CHANCE else f"a control's held-out reward: {MOST_BY_CHANCE}"
+        return (
+            None
+            if report.reward_after <= MOST_BY_CHANCE
+            else f"a control's held-out reward is at most {MOST_BY_CHANCE}"
+        )
 
 
 class VisionDemo(Demo):

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -263,9 +264,11 @@ def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
 
 
 def _cpu_context(model: str) -> int:
-    return min(
-        CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS, equal_positions(model) or CPU_CONTEXT_TOKENS
-    )
+    return min(filter(None, (CPU_CONTEXT_TOKENS, max_positions(model), equal_positions(model))))
+
+
+OTHERWISE = "otherwise than transformers, by the factors of its longrope or by its windows"
+"""How vLLM computes a model in an engine that serves more than its `equal_positions`."""
 
 
 def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool | None = None) -> str | None:
@@ -274,16 +277,15 @@ def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu
     asked = settings.max_model_len
     if equal is None or any(flag.replace("_", "-").startswith("--max-model-len") for flag in vllm_flags):
         return None
-    why = "vLLM computes it otherwise than transformers, by the factors of its longrope or by its windows"
     if asked is not None:
-        warning = f"with max_model_len={asked}, which is more than {equal}, {why}: train nothing that it samples"
-        return warning if asked > equal else None
-    default = positions if runs_on_gpu(settings, gpu) else min(CPU_CONTEXT_TOKENS, positions or CPU_CONTEXT_TOKENS)
-    if default is not None and default <= equal:
+        warning = f"with max_model_len={asked}, which is more than {equal}, vLLM computes it {OTHERWISE}"
+        return f"{warning}: train nothing that it samples" if asked > equal else None
+    others = positions, None if runs_on_gpu(settings, gpu) else CPU_CONTEXT_TOKENS
+    if min(filter(None, others), default=math.inf) <= equal:
         return None
     return (
-        f"the engine serves {settings.model!r} up to {equal} tokens, because as an engine for more {why}; where "
-        "nothing is trained, max_model_len sets more"
+        f"the engine serves {settings.model!r} up to {equal} tokens, because as an engine for more vLLM computes it "
+        f"{OTHERWISE}; where nothing is trained, max_model_len sets more"
     )
 
 
@@ -299,8 +301,8 @@ def check_model_fits(
     asked, equal = settings.max_model_len or 0, equal_positions(settings.model)
     if is_trained and equal is not None and asked > equal:
         raise SettingsError(
-            f"with max_model_len={asked} vLLM computes the model {settings.model!r} otherwise than transformers, by "
-            f"the factors of its longrope or by its windows; set at most {equal}, or leave it out"
+            f"with max_model_len={asked} vLLM computes the model {settings.model!r} {OTHERWISE}; set at most {equal}, "
+            "or leave it out"
         )
     if positions is not None and asked > positions and not is_scaled:
         raise SettingsError(
