@@ -234,5 +234,6 @@ def settings_of(settings: TrainerSettings, policy: NamedPolicy | None) -> Traine
         "policies_dir": settings.policies_dir / number,
         "trainer_id": f"{settings.trainer_id}/{number}",
         "recorders": {"tensorboard": f"{board}/{number}"} if board else {},
+        "algorithm": type(settings.algorithm)(settings.algorithm.settings),
     }
-    return settings.model_copy(update=changes, deep=True)
+    return settings.model_copy(update=changes)

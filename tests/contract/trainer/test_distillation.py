@@ -21,9 +21,12 @@ from turnwise_fake_engine.sampling import logprobs_of
 from trainer.algorithms.distillation import with_teachers
 from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.batch import build
+from trainer.parallel import World
+from trainer.policies import settings_of
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.settings import describe
+from turnwise.types import Policy
 
 Answer = Callable[[dict], tuple[int, object]]
 
@@ -212,6 +215,18 @@ def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger, monk
         settings_for(tmp_path, model, algorithm={"name": "distillation", "teachers": [unreachable]}, total_batches=1)
     )
     assert "no teacher scored a chain ({'unreachable': 6})" in state.metrics["refused"]
+
+
+def test_a_policy_that_is_created_after_a_teacher_was_asked_gets_teachers_of_its_own(serve):
+    teacher = {"url": serve(prompt_logprobs), "model": "m"}
+    settings = TrainerSettings(kind="lora", algorithm={"name": "distillation", "teachers": [teacher]})
+    settings.algorithm.credit(batch_of(experience()), [0], SimpleNamespace(world=World()))
+    own = settings_of(settings, Policy(policy_id=1, tenant="acme", name="other")).algorithm
+    settings.algorithm.close()
+    _, gauges = own.credit(batch_of(experience()), [0], SimpleNamespace(world=World()))
+    own.close()
+    assert own == settings.algorithm
+    assert gauges["teacher_tokens"] > 0
 
 
 def test_teachers_are_tables_in_the_settings_and_must_fit():
