@@ -50,7 +50,7 @@ def register() -> None:
 
     cpu_kernels.pack_tied_heads(layerwise)
     cpu_kernels.pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
-    cpu_kernels.leave_out_tokens_without_adapter(lora_ops, punica_cpu)
+    cpu_kernels.multiply_by_adapter(lora_ops, punica_cpu)
     if current_platform.is_cpu():
         from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
         from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
