@@ -95,7 +95,7 @@ Certify = Callable[..., Result]
 def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
     """Run `turnwise certify`; `play` and `dtype` stand in for the processes, `stages` for what was compared."""
 
-    def run(model: Path, *flags: str, play: Callable[[], None], dtype: str | None = None, stages: Any = None) -> Result:
+    def run(model: Path, *, play: Callable[[], None], dtype: str | None = None, stages: Any = None) -> Result:
         @contextmanager
         def stack(*_: object) -> Iterator[tuple[object, ...]]:
             yield None, None, ""
@@ -113,7 +113,7 @@ def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
         monkeypatch.setattr(certify, "_play_all", play_all)
         monkeypatch.setattr(certify, "engine_dtype", lambda _: dtype)
         monkeypatch.setattr(certify, "_compare", lambda _: stages or {})
-        return CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs"), *flags])
+        return CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs")])
 
     return run
 
@@ -124,21 +124,6 @@ def test_the_engine_says_by_which_limit_it_is_judged(tmp_path, run_certify):
     result = run_certify(model, play=lambda: None, dtype="bfloat16", stages={"base": stage(0.7, 0.07)})
     assert (result.exit_code, result.exception) == (0, None)
     assert "full: right: largest gap 0.07 nats in bfloat16 (base)" in result.output
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ((), "float32"),
-        (("--dtype", "bfloat16"), "bfloat16"),
-        (("--dtype=half",), "float16"),
-        (("--dtype", "float", "--dtype", "auto"), "float32"),
-    ],
-)
-def test_the_flags_say_it_for_an_engine_that_does_not(tmp_path, run_certify, flags, dtype):
-    model = write_weights(tmp_path / "model")
-    run_certify(model, "--", *flags, play=lambda: None, stages={"base": stage(0.7, 0.07)})
-    assert [each["dtype"] for each in json.loads((model / FILE).read_text())["kinds"]] == [dtype, dtype]
 
 
 def answered(status: int, message: str) -> openai.APIStatusError:

@@ -19,6 +19,9 @@ from turnwise.processes import engine_command, served_model
 from turnwise.processes.engine_command import EngineSettings, build_command, check_startable
 from turnwise.processes.served_model import check_model_directory, check_served
 
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4 = {"num_bits": 4, "type": "int"}
+
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
@@ -197,13 +200,31 @@ def test_gated_delta_nets_and_quantised_weights_are_served_in_bfloat16_on_a_cpu(
             {"linear_key_head_dim": 128, "num_experts": 8},
             "in bfloat16 alone, where rounding changes the choice of expe",
         ),
+        ({"quantization_config": FP8_BLOCKS}, "FP8 weights in blocks: .* with AMX, which this machine's CPU lacks"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "integer weights of 4 bits: .* with AVX-512"),
+        ({"quantization_config": {"config_groups": {"group_0": {"weights": INT4}}}}, "integer weights of 4 bits"),
     ],
 )
-def test_what_vllm_computes_too_coarsely_on_a_cpu_is_refused_there_before_the_start(model_dir, fields, words):
+def test_what_vllm_does_not_compute_or_too_coarsely_on_a_cpu_is_refused_there_before_the_start(
+    model_dir, tmp_path, monkeypatch, fields, words
+):
     model = _write_config(model_dir, **fields)
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx avx2\n")
+    monkeypatch.setattr(served_model, "CPU_INFO", tmp_path / "cpuinfo")
     with pytest.raises(EngineError, match=words):
         check_served(model, gpu=False, lora=False, dtype=None)
     check_served(model, gpu=True, lora=False, dtype=None)
+
+
+@pytest.mark.parametrize("known", [None, "flags\t\t: fpu avx2 avx512bw amx_tile\n", "Features\t: asimd\n"])
+def test_quantised_weights_are_served_by_a_cpu_that_has_or_may_have_vllm_s_kernels(
+    model_dir, tmp_path, monkeypatch, known
+):
+    monkeypatch.setattr(served_model, "CPU_INFO", tmp_path / "cpuinfo")
+    if known is not None:
+        (tmp_path / "cpuinfo").write_text(known)
+    for stated in (FP8_BLOCKS, {"bits": 4}, {"config_groups": {"group_0": {"weights": INT4}}}):
+        check_served(_write_config(model_dir, quantization_config=stated), gpu=False, lora=True, dtype=None)
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
@@ -229,6 +250,7 @@ def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeyp
     [
         ("GPT2LMHeadModel", True, r"of which vLLM serves no adapters; .*kind='full'"),
         ("GPT2LMHeadModel", False, None),
+        ("BloomForCausalLM", False, "whose GELU vLLM does not approximate by tanh"),
         ("MistralForCausalLM", True, None),
         ("GPTNeoXForCausalLM", True, None),
         ("BambaForCausalLM", False, "that vLLM serves no longer, since version 0.23.0"),

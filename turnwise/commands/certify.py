@@ -48,8 +48,6 @@ WAIT_SECONDS = 900.0
 FILE = "turnwise-certificate.json"
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
 """Largest gap in float32, and the mean one in the others, up to which what is compared is the same, in nats."""
-DTYPE_FLAG = re.compile(r"--dtype[= ](\S+)")
-SHORT_DTYPES = {"float": "float32", "half": "float16"}
 PASSING = (EngineUnavailable, MemoryError, OSError, Overloaded, ProxyUnavailable, StoreUnavailable)
 PASSING_STATUSES = (429, 503, 504)
 PASSING_CAUSE = re.compile(
@@ -141,11 +139,8 @@ class Certificate:
 
     def write(self, model: str) -> Path:
         path = Path(model) / FILE
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         return path
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def rows(self) -> list[str]:
         """Return a sentence for each kind."""
@@ -212,9 +207,9 @@ def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate
     import openai
 
     from turnwise.processes.engine_command import has_gpu
-    from turnwise.processes.served_model import NO_ENGINE, check_served
+    from turnwise.processes.served_model import NO_ENGINE, check_served, cpu_dtype_of
 
-    result, database = KindResult(kind, dtype=_flagged_dtype(model, vllm_flags)), f"sqlite:///{place}/store.db"
+    result, database = KindResult(kind, dtype=cpu_dtype_of(model)), f"sqlite:///{place}/store.db"
     train = ["train", "--dry-run", "--kind", kind, "--model", model]
     failures = (TurnwiseError, RuntimeError, MemoryError, OSError, openai.APIError)
     try:
@@ -243,15 +238,6 @@ def engine_dtype(url: str) -> str | None:
         return weights_dtype(reply.json())
     except (httpx2.HTTPError, ValueError):
         return None
-
-
-def _flagged_dtype(model: str, vllm_flags: tuple[str, ...]) -> str:
-    """Return the number format that vLLM's flags name, else the one that it has on a CPU."""
-    from turnwise.processes.served_model import cpu_dtype_of
-
-    named = DTYPE_FLAG.findall(" ".join(vllm_flags))
-    dtype = SHORT_DTYPES.get(named[-1], named[-1]) if named else ""
-    return dtype if dtype in LIMITS else cpu_dtype_of(model)
 
 
 @contextmanager

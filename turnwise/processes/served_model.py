@@ -27,6 +27,7 @@ NOT_ON_CPU = dict.fromkeys(("jamba", "mamba", "falcon_mamba"), SCAN) | {
     "apertus": "activations with weights, which vLLM keeps in bfloat16 also where a CPU computes in float32"
 }
 """What a type of model has that a CPU does not compute, or not as transformers does."""
+CPU_INFO = Path("/proc/cpuinfo")
 LATENT = "kv_lora_rank"
 """A field that configurations with latent attention have."""
 QUANTISED = "quantization_config"
@@ -207,6 +208,8 @@ def _check_architecture(model: str, *, lora: bool) -> None:
         since = f" no longer, since version {no_longer[name]}" if name in no_longer else ""
         is_not = "serves" if since else "does not serve"
         problem = f"that vLLM {is_not}{since}; serve another model, or pass --model-impl or --trust-remote-code to vLLM"
+    elif name == "BloomForCausalLM":
+        problem = "whose GELU vLLM does not approximate by tanh, so that logprobs differ by 3e-4; serve another model"
     elif lora and found is not None and not _takes_adapters(models, *found):
         problem = "of which vLLM serves no adapters; train all weights (kind='full') and serve without --lora"
     if problem is not None:
@@ -258,29 +261,42 @@ def _check_on_cpu(model: str, kind: str, *, lora: bool, dtype: str | None) -> No
             f"the model {model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
             f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
         )
+    needed, another = cpu_dtype_of(model), "serve another model, or use a GPU"
     if kind in NOT_ON_CPU:
-        raise EngineError(f"the model {model!r} ({kind}) has {NOT_ON_CPU[kind]}; serve another model, or use a GPU")
-    if LATENT in model_config(model):
-        raise EngineError(
-            f"the model {model!r} ({kind}) has latent attention (MLA), which vLLM computes on a CPU otherwise than "
-            "transformers, by up to 0.08 nats a token; serve another model, or use a GPU"
-        )
-    needed = cpu_dtype_of(model)
-    if needed != "float32" and has_experts(model):
-        raise EngineError(
-            f"the model {model!r} ({kind}) is a mixture of experts that vLLM computes on a CPU in {needed} alone, "
-            "where rounding changes the choice of experts; serve another model, or use a GPU"
-        )
-    if lora and has_experts(model):
-        raise EngineError(
-            f"the model {model!r} ({kind}) is a mixture of experts, and on a CPU vLLM has no kernel for adapters of "
-            "one; train all weights (kind='full') and serve without --lora, or use a GPU"
-        )
-    if dtype not in (None, needed) and needed != "float32":
-        raise EngineError(
-            f"the model {model!r} ({kind}) has gated delta nets or quantised weights, which vLLM computes on a CPU in "
-            f"{needed} alone, and dtype={dtype!r}; leave it out"
-        )
+        problem = f"has {NOT_ON_CPU[kind]}; {another}"
+    elif LATENT in model_config(model):
+        problem = "has latent attention (MLA), which vLLM computes on a CPU otherwise than transformers, by up to 0.08 "
+        problem += f"nats a token; {another}"
+    elif (lacking := _lacking(whole_config(model).get(QUANTISED) or {})) is not None:
+        problem = f"has {lacking}, which this machine's CPU lacks; serve the model that is not quantised, or use a GPU"
+    elif needed != "float32" and has_experts(model):
+        problem = f"is a mixture of experts that vLLM computes on a CPU in {needed} alone, where rounding changes the "
+        problem += f"choice of experts; {another}"
+    elif lora and has_experts(model):
+        problem = "is a mixture of experts, and on a CPU vLLM has no kernel for adapters of one; train all weights "
+        problem += "(kind='full') and serve without --lora, or use a GPU"
+    elif dtype not in (None, needed) and needed != "float32":
+        problem = f"has gated delta nets or quantised weights, which vLLM computes on a CPU in {needed} alone, and "
+        problem += f"dtype={dtype!r}; leave it out"
+    else:
+        return
+    raise EngineError(f"the model {model!r} ({kind}) {problem}")
+
+
+def _lacking(stated: dict[str, Any]) -> str | None:
+    """Return how weights are quantised and what instructions vLLM's kernels of it need, if this CPU lacks them."""
+    known = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.is_file() else ""
+    groups = [group.get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
+    for each in groups or [stated]:
+        if each.get("num_bits", each.get("bits")) == 4 and each.get("type", "int") == "int":
+            what, needed = "integer weights of 4 bits: vLLM computes them with AVX-512", "avx512bw"
+        elif each.get("weight_block_size") or each.get("strategy") == "block":
+            what, needed = "FP8 weights in blocks: vLLM computes them with AMX", "amx_tile"
+        else:
+            continue
+        if "flags" in known and f" {needed}" not in known:
+            return what
+    return None
 
 
 def check_model_directory(directory: Path) -> None:
