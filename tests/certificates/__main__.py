@@ -32,23 +32,22 @@ HEAD = """# Models
 
 `make certify` writes this page, on a CPU, from tiny random models that have the classes and names of the official
 checkpoints. `turnwise certify` served each, trained it by GRPO and DPO, loaded, rolled back and loaded each version
-again, also into an engine that was restarted ([verify.md](verify.md#a-model-before-a-long-training)). Where it did not,
-a random adapter, and random weights twice, were *loaded* into vLLM. A number is the largest difference of a token's
-logprob from a forward pass of transformers, in nats; in bfloat16 it is the mean one. vLLM computes gated delta nets on
-a CPU in bfloat16 alone. Right is at most 1e-4 in float32 and 0.1 in bfloat16. *GRPO* and *DPO* are the shares of right
-tokens before and after the tiny task of `bench/learning`, where 0.85 is learnt. "–" was not measured.
+again ([verify.md](verify.md#a-model-before-a-long-training)); with `*`, a random adapter and random weights were only
+loaded into vLLM. A number is the largest difference of a token's logprob from a forward pass of transformers, in nats,
+which must be at most 1e-4; in bfloat16 it is the mean one, at most 0.1. *Learning* is the share of right tokens before
+and after the tiny task of `bench/learning`, where 0.85 is learned. "–" was not measured.
 
 `turnwise doctor --model DIR` says before a start whether a model can be served and trained, and what an adapter
 changes.
 
-| architecture | numbers | adapter | weights | GRPO | DPO |
-|---|---|---|---|---|---|
+| architecture | adapter | weights | learning |
+|---|---|---|---|
 """
-REFUSED = "\n*Refused* is before any token is sampled, and says why:\n\n"
+REFUSED = "\n*Refused* is before any token is sampled:\n\n"
 NOTES = """
-On a CPU, vLLM has no kernel for adapters of mixtures of experts. Adapters never change routers, the experts of a
-mixture, the last layers of Mamba's mixers, or vision towers ([images.md](images.md)). LFM2, and prompts of Mamba 2 that
-are longer than a block, are right on a CPU by Turnwise's plug-in in vLLM, not without it.
+Adapters never change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers
+([images.md](images.md)). On a CPU, LFM2, and prompts of Mamba 2 that are longer than a block, need Turnwise's plug-in
+in vLLM.
 """
 
 
@@ -126,9 +125,12 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line for each reason, with the architectures that were refused for it."""
     found: dict[str, list[str]] = {}
     for row in rows:
+        kinds: dict[str, list[str]] = {}
         for kind, each in row["kinds"].items():
             if each["refused"] is not None:
-                found.setdefault(each["refused"], []).append(f"{row['architecture']} ({KINDS[kind]})")
+                kinds.setdefault(each["refused"], []).append(KINDS[kind])
+        for reason, names in kinds.items():
+            found.setdefault(reason, []).append(f"{row['architecture']} ({', '.join(names)})")
     return [f"* {', '.join(names)}: {reason}\n" for reason, names in found.items()]
 
 
@@ -138,14 +140,15 @@ def line(row: dict[str, Any]) -> str:
     field = "max" if dtype == "float32" else "mean"
     weights = [measured[each][field] for each in ("weights", "weights again") if each in measured]
     loaded = {"lora": measured.get("adapter", {}).get(field), "full": max(weights, default=None)}
+    name = row["architecture"] + (f", {dtype}" if dtype != "float32" else "")
     cells = [tried(kinds.get(kind), loaded[kind], dtype) for kind in KINDS]
-    cells += [row.get("learns", {}).get(algorithm, "–") for algorithm in ("grpo", "dpo")]
-    return f"| {row['architecture']} | {dtype} | " + " | ".join(cells) + " |"
+    learned = [f"{key.upper()} {value}" for key, value in row.get("learns", {}).items()]
+    return f"| {name} | " + " | ".join(cells) + f" | {', '.join(learned)} |"
 
 
 def tried(result: dict[str, Any] | None, loaded: float | None, dtype: str) -> str:
     if result is None:
-        return "–" if loaded is None else f"{shown(loaded, dtype)} (loaded)"
+        return "–" if loaded is None else f"{shown(loaded, dtype)}*"
     if result["refused"] is None:
         return shown(result["gap"], result["dtype"])
     return "refused" if result["gap"] is None else "**refused** after the start"
