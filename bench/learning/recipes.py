@@ -1,6 +1,6 @@
 """The recipes of the learning benchmark: the demo's settings, with the settings that each algorithm changes.
 
-The settings were chosen on seed 7, which is not one of the reported seeds; docs/training.md lists the exceptions.
+The settings were chosen on seed 7, which is not one of the reported seeds; bench/RESULTS.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ CPU_SECONDS = {
     "coin_step_wise": 65,
     "coin_propagate": 94,
 }
-"""Mean of a run on the demo's task, as printed in docs/training.md."""
+"""Mean of a run on the demo's task, as printed in bench/RESULTS.md."""
 OTHER_CPU_SECONDS = 100
 TINY_CPU_SECONDS = 10
 
