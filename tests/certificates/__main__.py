@@ -45,9 +45,8 @@ changes.
 """
 REFUSED = "\n*Refused* is before any token is sampled:\n\n"
 NOTES = """
-Adapters never change routers, the experts of a mixture, the last layers of Mamba's mixers, or vision towers
-([images.md](images.md)). On a CPU, LFM2, and prompts of Mamba 2 that are longer than a block, need Turnwise's plug-in
-in vLLM.
+[trainer.md](trainer.md#memory) says which layers an adapter changes. On a CPU, LFM2, and prompts of Mamba 2 that are
+longer than a block, need Turnwise's plug-in in vLLM.
 """
 
 
