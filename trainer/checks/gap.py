@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 MOVED_GAP = 1.0
 """Limit, in nats, for tokens of a version whose weights are gone: a policy that trust regions hold does not move so
 far."""
-GROUP_TOKENS = 1024
-"""Tokens of a group that are computed under the version that sampled them; the last chain is taken whole."""
+GROUP_TOKENS = 64
+"""Tokens of a group that are computed under the version that sampled them, of the chains that differ most under the
+present weights; the last chain is taken whole. An engine that is right differs by far less than the limit, so few show
+it."""
 SAMPLE_TOKENS = 4096
 """As `GROUP_TOKENS`, of a batch without a token that the present weights sampled."""
 SAMPLE_EVERY = 10

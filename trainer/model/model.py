@@ -412,18 +412,24 @@ class Policy:
 
     def shards(self) -> dict[str, Any]:
         """Return what this process holds of the trained weights, by name, on its device."""
+        is_adapter = self.spec.kind is PolicyKind.LORA
+        if self.mesh_axis is None:  # the functions for sharded models take seconds
+            left_out = {n for n, value in self.model.named_parameters() if is_adapter and not value.requires_grad}
+            return {name: value for name, value in self.model.state_dict().items() if name not in left_out}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        options = StateDictOptions(ignore_frozen_params=self.spec.kind is PolicyKind.LORA)
-        return get_model_state_dict(self.model, options=options)
+        return get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=is_adapter))
 
     def load_shards(self, shards: dict[str, Any]) -> None:
         if strange := sorted(shards.keys() ^ self.shards().keys()):
             raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {strange[0]!r} is of one alone")
+        is_whole = self.spec.kind is PolicyKind.FULL
+        if self.mesh_axis is None:
+            self.model.load_state_dict(shards, strict=is_whole)
+            return
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        options = StateDictOptions(strict=self.spec.kind is PolicyKind.FULL)
-        set_model_state_dict(self.model, shards, options=options)
+        set_model_state_dict(self.model, shards, options=StateDictOptions(strict=is_whole))
 
     def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
         """Load what `trained_state` returned; with `from_first`, the first process sends it to the others."""
