@@ -30,6 +30,7 @@ from turnwise.errors import (
     BadCheckpoint,
     EngineError,
     EngineRefused,
+    EngineUnavailable,
     EngineUnsuitable,
     FilesNotRead,
     SettingsError,
@@ -368,5 +369,6 @@ def _note_problem(engine: Engine, outcome: BaseException | None) -> None:
     if isinstance(outcome, EngineRefused) and outcome.status == HTTPStatus.NOT_FOUND:
         problem += f"; {ADDRESS_HINT}"
     if problem != engine.problem and not isinstance(outcome, FilesNotRead):
-        log.info("the engine at %s does not serve yet: %s", engine.url, problem)
+        why = outcome.__cause__ if isinstance(outcome, EngineUnavailable) else problem
+        log.info("the engine at %s does not serve yet: %s", engine.url, why)
     engine.problem = problem

@@ -77,6 +77,16 @@ def test_children_start_in_order_and_stop_in_reverse(tmp_path):
     assert not any(_alive(pid) for name in "ab" for pid in _pids(tmp_path / name))
 
 
+def test_a_child_that_waits_for_the_one_before_it_starts_beside_it(tmp_path):
+    path = tmp_path / "second"
+    children = [
+        Child(name="first", argv=_python("import time; time.sleep(600)"), ready=path.exists),
+        _sleeper(path, "second", starts_early=True),
+    ]
+    with Supervisor(children, log_directory=tmp_path / "logs") as stack:
+        assert stack.state("first") is ChildState.READY
+
+
 def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
     output: list[tuple[str, str]] = []
     path = tmp_path / "pids"

@@ -255,6 +255,8 @@ class Stack:
             env=self._database("proxy"),
             ready=f"{self.proxy_url}/readyz",
             port=self._settings.port,
+            starts_early=True,
+            start_seconds=ENGINE_START_SECONDS,
             shown_lines=lines_of(*SHOWN_LOGGERS["proxy"]),
         )
 

@@ -58,6 +58,8 @@ class Child:
     """Lines of its log that are printed too, as the group `text`; None prints none."""
     once: bool = False
     """A task: it must end with success before the next child starts."""
+    starts_early: bool = False
+    """Start as soon as the child before it has started: it waits for that one itself."""
     start_seconds: float = 180.0
     grace_seconds: float = 10.0
 
@@ -107,7 +109,7 @@ class Supervisor:
         alike_seconds: float = 600.0,
         first_delay_seconds: float = 0.5,
     ) -> None:
-        """Plan the children; each starts when the one before it is ready.
+        """Plan the children; each starts when those before it are ready, unless it `starts_early`.
 
         The stack is given up after `max_quick_deaths` quick deaths in a row. A death is quick before the child was
         ready, `quick_seconds` after the start, and, with the error of the death before, `alike_seconds` after it. The
@@ -206,7 +208,7 @@ class Supervisor:
     def _tick(self) -> None:
         for position, run in enumerate(self._runs):
             if run.state is ChildState.WAITING:
-                if all(before.state in {ChildState.READY, ChildState.FINISHED} for before in self._runs[:position]):
+                if self._may_start(run, self._runs[:position]):
                     self._start(run)
             elif run.state is ChildState.BACKING_OFF:
                 if time.monotonic() >= run.start_again_at:
@@ -217,6 +219,12 @@ class Supervisor:
                 self._say(run.child.name, line)
         if all(run.state in {ChildState.READY, ChildState.FINISHED} for run in self._runs):
             self._settled.set()
+
+    @staticmethod
+    def _may_start(run: _ChildRun, before: Sequence[_ChildRun]) -> bool:
+        if run.child.starts_early:
+            return all(each.num_starts > 0 for each in before)
+        return all(each.state in {ChildState.READY, ChildState.FINISHED} for each in before)
 
     def _start(self, run: _ChildRun) -> None:
         child = run.child
