@@ -33,8 +33,9 @@ TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --upgrade 'pip>=25'  # older ones need a minute more to choose the versions
 	$(INSTALL) '$(TORCH)' || { echo 'pip found no $(TORCH): set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names on its installation page'; exit 1; }
-	$(INSTALL) --editable '.[demo,engine-cpu]'
+	$(BIN)/python -m compileall -qq $(BIN)/../lib/python3.*/site-packages/torch & $(INSTALL) --editable '.[demo,engine-cpu]'
 	$(PIP) uninstall --yes $(MISMATCHED)
 	$(BIN)/python -m turnwise.engine_plugin.mend_torchvision
 	touch $@

@@ -71,9 +71,9 @@ class DemoSettings(Settings):
     lead: float = Field(default=2.0, ge=1)
     """Maximum number of batches that are played but not yet trained: one is trained while the next is played."""
     target_reward: float = Field(default=0.94, gt=0, le=1)
-    """Mean reward of a batch of new training tasks that starts a held-out evaluation."""
+    """Mean reward of a batch of new training tasks that ends the training for a held-out evaluation."""
     enough_reward: float = Field(default=0.92, gt=0, le=1)
-    """Held-out reward that ends the demo."""
+    """Held-out reward that the demo must reach."""
     num_eval_tasks: int = Field(default=256, ge=1)
     """Maximum number of held-out tasks of each measurement."""
     eval_margin: float = Field(default=0.1, gt=0)
@@ -110,6 +110,8 @@ class Demo:
     """Interpreter of the agent's environment."""
     num_parallel = 64
     """Sessions that are played at once. More do not increase the small engine's load."""
+    plays_held_out_once = False
+    """The held-out reward decides nothing; by default a low one lets the training go on."""
     title = "An agent learns to follow a trail"
     """Title of the picture."""
 
@@ -119,7 +121,6 @@ class Demo:
         self._proxy = f"http://127.0.0.1:{free_port()}"
         self._logs = settings.out / "logs"
         self._version = 0
-        self._new_version = asyncio.Event()
         self._model = ""
         self.example: list[str] = []
         """One task before and after the training, as lines for the terminal."""
@@ -307,21 +308,25 @@ class Demo:
         return report
 
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
-        """Play until the reward of the held-out tasks is high enough."""
+        """Train until new training tasks earn enough, then play the held-out tasks with nothing beside them."""
         settings = self._settings
         before = await self._held_out("before")
         report = Report(title=self.title, seed=settings.seed)
         report.set_before(before)
-        async with self._training(client, up, report):
-            while self._version < settings.max_versions:
-                await self._new_version.wait()
-                if report.curve[-1].reward < settings.target_reward:
-                    continue
-                after = await self._held_out(f"version-{self._version}")
-                report.set_after(after)
-                await self._write_transcript(client, before, after)
-                if report.reward_after >= settings.enough_reward:
-                    break
+        evaluated = 0
+        while True:
+            async with self._training(client, up, report):
+                await self._learnt_since(evaluated)
+            evaluated = self._version
+            served = await active_policy(client) or {"version": 0}
+            await client.activate(served["version"])  # the trainer may publish another one meanwhile
+            after = await self._held_out(f"version-{served['version']}")
+            report.set_after(after)
+            await self._write_transcript(client, before, after)
+            is_enough = self.plays_held_out_once or report.reward_after >= settings.enough_reward
+            if is_enough or self._version >= settings.max_versions:
+                break
+            await client.activate(served["version"], pin=False)
         report.num_policy_versions = self._version
         return report
 
@@ -349,6 +354,16 @@ class Demo:
         results = await self._play("training", "train", "--group-size", str(size), *pace)
         raise RolloutFailed(f"the target is not reached after all training tasks, in {len(results)} sessions")
 
+    async def _learnt_since(self, version: int) -> None:
+        """Wait until there is a later version and the latest batch of tasks earned enough, or for the last version."""
+        settings = self._settings
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if self._version > version and mean_reward(self._latest_batch()) >= settings.target_reward:
+                return
+            if self._version >= settings.max_versions:
+                return
+
     async def _follow(self, client: AsyncClient, up: Supervisor, report: Report) -> None:
         """Follow the policy versions and print a line for each.
 
@@ -356,7 +371,6 @@ class Demo:
             ChildFailed: `turnwise up` has ended.
             RolloutFailed: too many sessions failed.
         """
-        settings = self._settings
         while True:
             up.check()
             active = await active_policy(client)
@@ -367,15 +381,19 @@ class Demo:
                 point = Point(
                     self._version,
                     len(played),
-                    mean_reward(played[-settings.groups_per_batch * settings.group_size :]),
+                    mean_reward(self._latest_batch(played)),
                     active["reload_seconds"],
                     (active["metrics"] or {}).get("staleness_mean"),
                 )
                 report.curve.append(point)
                 self._say("learn", describe(point))
-                self._new_version.set()
-                self._new_version = asyncio.Event()
             await asyncio.sleep(POLL_SECONDS)
+
+    def _latest_batch(self, played: Sequence[RunResult] | None = None) -> Sequence[RunResult]:
+        """Return the latest training sessions, as many as a batch has."""
+        if played is None:
+            played = read_results(self._results("training") / "results.jsonl")
+        return played[-self._settings.groups_per_batch * self._settings.group_size :]
 
     async def _write_transcript(
         self, client: AsyncClient, before: Sequence[RunResult], after: Sequence[RunResult]

@@ -29,8 +29,6 @@ from turnwise.types import Json, PolicyKind
 GREEDY = ("--sampling", '{"temperature": 0}')
 MOST_RISE = 0.1
 """How far a control's held-out reward may rise: about two standard errors of the difference over 128 tasks each."""
-FIRST_FINAL_TASK = 1_000_000
-"""Index of the first task of the last evaluation; those before it decided when the training ended."""
 
 
 class RealDemoSettings(DemoSettings):
@@ -43,6 +41,7 @@ class RealDemoSettings(DemoSettings):
     target_reward: float = Field(default=0.92, gt=0, le=1)
     enough_reward: float = Field(default=0.9, gt=0, le=1)
     num_eval_tasks: int = Field(default=128, ge=1)
+    eval_margin: float = Field(default=0.12, gt=0)
     max_versions: int = Field(default=24, ge=1)
     control: bool = False
     """Give each training session the reward of another one: nothing can be learnt, and all versions are trained."""
@@ -63,6 +62,7 @@ class RealDemo(Demo):
     tasks = bosses.__name__
     title = "SmolLM2-135M-Instruct learns a task of three turns"
     num_parallel = 16
+    plays_held_out_once = True
 
     def __init__(self, settings: RealDemoSettings, say: Say) -> None:
         super().__init__(settings, say)
@@ -79,21 +79,14 @@ class RealDemo(Demo):
         """Return a line of a tasks file."""
         return super().task(split, index, options) | {"shuffled": self._real.control and split == "train"}
 
-    def _write_tasks(self) -> None:
-        super()._write_tasks()
-        final = range(FIRST_FINAL_TASK, FIRST_FINAL_TASK + self._settings.num_eval_tasks)
-        self._write_tasks_file("final", "eval", final)
-
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
-        """Play until it has learnt, then evaluate the served version on held-out tasks that nothing was decided by."""
+        """Let it learn; `--thorough` also plays the held-out tasks greedily, before and after."""
         thorough = self._settings.thorough
-        before = await self._held_out("greedy-before", "final", *GREEDY) if thorough else []
+        before = await self._held_out("greedy-before", "eval", *GREEDY) if thorough else []
         report = await super()._learn_one(client, up)
         self._learnt = await active_policy(client) or {}
-        await client.activate(self._learnt["version"])  # the trainer may still publish another one
-        report.set_after(await self._held_out("final", "final"))
         if thorough:
-            after = await self._held_out("greedy-after", "final", *GREEDY)
+            after = await self._held_out("greedy-after", "eval", *GREEDY)
             report.greedy = (mean_reward(before), mean_reward(after))
         return report
 

@@ -74,8 +74,6 @@ class VisionDemo(Demo):
 
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
         report = await super()._learn_one(client, up)
-        if self._settings.control:
-            report.set_after(await self._held_out("after"))
         await self._held_out("with-other-pictures", SHUFFLED)
         return report
 
