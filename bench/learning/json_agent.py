@@ -1,6 +1,7 @@
-"""The agent of `make demo` with commands in JSON, so that a schema can be required of its replies.
+"""The agent of `make demo` with commands in JSON, and the pin of the proxy that requires a schema of its replies.
 
-`make demo ARGS="--agent bench/learning/json_agent.py"`; with TURNWISE_PROXY_SAMPLING the proxy requires `SCHEMA`.
+TURNWISE_PROXY_SAMPLING_PINS="$(python bench/learning/json_agent.py)" \\
+    make demo ARGS="--agent bench/learning/json_agent.py"
 """
 
 import json
@@ -49,4 +50,4 @@ async def play(client: AsyncOpenAI, task: dict, model: str) -> str:
 
 if __name__ == "__main__":
     schema = {"type": "json_schema", "json_schema": {"name": "command", "schema": SCHEMA, "strict": True}}
-    print(json.dumps({"response_format": schema}))
+    print(json.dumps({"*": {"response_format": schema}}))
