@@ -1,6 +1,6 @@
-"""The agent of `make demo` with commands in JSON, and the pin of the proxy that requires a schema of its replies.
+r"""The agent of `make demo` with commands in JSON, and the pin of the proxy that requires a schema of its replies.
 
-TURNWISE_PROXY_SAMPLING_PINS="$(python bench/learning/json_agent.py)" \\
+TURNWISE_PROXY_SAMPLING_PINS="$(python bench/learning/json_agent.py)" \
     make demo ARGS="--agent bench/learning/json_agent.py"
 """
 
