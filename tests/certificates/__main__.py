@@ -37,13 +37,12 @@ loaded into vLLM. A number is the largest difference of a token's logprob from a
 which must be at most 1e-4; in bfloat16 it is the mean one, at most 0.1. *Learning* is the share of right tokens before
 and after the tiny task of `bench/learning`, where 0.85 is learned. "–" was not measured.
 
-`turnwise doctor --model DIR` says before a start whether a model can be served and trained, and what an adapter
-changes.
+`turnwise doctor --model DIR` says before a start whether a model can be served and trained, why it is refused, and what
+an adapter changes. Most refusals below are of vLLM on a CPU.
 
 | architecture | adapter | weights | learning |
 |---|---|---|---|
 """
-REFUSED = "\n*Refused* is before any token is sampled:\n\n"
 NOTES = """
 [trainer.md](trainer.md#memory) says which layers an adapter changes. On a CPU, LFM2, and prompts of Mamba 2 that are
 longer than a block, need Turnwise's plug-in in vLLM.
@@ -117,20 +116,7 @@ def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, An
 def page(rows: dict[str, Any]) -> str:
     known = [rows[name] for name in TINY if name in rows]
     real = [row | {"architecture": f"{row['architecture']}: {name}"} for name, row in rows.items() if name not in TINY]
-    return HEAD + "".join(f"{line(row)}\n" for row in known + real) + REFUSED + "".join(refusals(known)) + NOTES
-
-
-def refusals(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each reason, with the architectures that were refused for it."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        kinds: dict[str, list[str]] = {}
-        for kind, each in row["kinds"].items():
-            if each["refused"] is not None:
-                kinds.setdefault(each["refused"], []).append(KINDS[kind])
-        for reason, names in kinds.items():
-            found.setdefault(reason, []).append(f"{row['architecture']} ({', '.join(names)})")
-    return [f"* {', '.join(names)}: {reason}\n" for reason, names in found.items()]
+    return HEAD + "".join(f"{line(row)}\n" for row in known + real) + NOTES
 
 
 def line(row: dict[str, Any]) -> str:
