@@ -40,8 +40,7 @@ class Judge:
 
     def __init__(self, settings: RewardSettings) -> None:
         key = settings.judge_key or settings.api_key
-        self._rubric = settings.rubric
-        self._votes = settings.votes
+        self._settings = settings
         self._model = settings.judge_model
         self._url = settings.judge_url
         self._proxy = settings.url.rstrip("/")
@@ -50,7 +49,6 @@ class Judge:
         )
         self._opening = asyncio.Lock()
         self._identity = (settings.judge_url or settings.url, settings.judge_model or "")
-        self._cache_path = settings.judge_cache
         self._cache = {} if settings.judge_cache is None else read_cache(settings.judge_cache)
 
     async def decide(self, documents: Sequence[Json]) -> list[Grade]:
@@ -60,11 +58,11 @@ class Judge:
             GraderFailed: the judge cannot be reached, or its answer holds no score for every session.
         """
         sums = [0.0] * len(documents)
-        for vote in range(self._votes):
+        for vote in range(self._settings.votes):
             order = order_of(vote, len(documents))
             scores = await self._vote([documents[place] for place in order], vote)
             for place, score in zip(order, scores, strict=True):
-                sums[place] += score / self._votes
+                sums[place] += score / self._settings.votes
         return [
             Grade(total / MAX_SCORE, session_id=document["session"]["session_id"])
             for document, total in zip(documents, sums, strict=True)
@@ -74,7 +72,7 @@ class Judge:
         await self._http.aclose()
 
     async def _vote(self, documents: Sequence[Json], vote: int) -> list[float]:
-        text = prompt(self._rubric, documents).encode(errors="replace").decode()
+        text = prompt(self._settings.rubric, documents).encode(errors="replace").decode()
         is_repeated = vote > 0 and len(documents) == 1
         name = blake2b("\0".join((*self._identity, str(vote), text)).encode(), digest_size=16).hexdigest()
         answer = self._cache.get(name)
@@ -85,10 +83,10 @@ class Judge:
         return scores
 
     def _remember(self, name: str, answer: str) -> None:
-        if self._cache_path is None or name in self._cache:
+        if self._settings.judge_cache is None or name in self._cache:
             return
         self._cache[name] = answer
-        append_lines(self._cache_path, [json.dumps({"name": name, "answer": answer})])
+        append_lines(self._settings.judge_cache, [json.dumps({"name": name, "answer": answer})])
 
     async def _ask(self, text: str, temperature: float) -> str:
         try:

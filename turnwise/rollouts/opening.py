@@ -72,7 +72,7 @@ async def play_all(settings: RunSettings, argv: Sequence[str], progress: Rollout
     assert settings.tasks is not None
     for name in unfilled(argv, load_tasks(settings.tasks, settings.split)):
         progress.message(f"no task has a field {name!r}, so the command's arguments keep the text {{{name}}}")
-    async with opened(settings, argv, on_result=lambda result: progress.add(result, progress.num_planned)) as runner:
+    async with opened(settings, argv, on_result=progress.add) as runner:
         results: list[RunResult] = []
         with _interrupts(runner, progress.message):
             for pass_index in itertools.count() if settings.watch else range(settings.passes):
@@ -114,14 +114,7 @@ def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
 
 def _player(settings: RunSettings, argv: Sequence[str]) -> Player:
     if settings.call is not None:
-        return CallPlayer(
-            settings.call,
-            parallel=settings.parallel,
-            num_workers=settings.workers,
-            timeout_seconds=settings.timeout_seconds,
-            log=settings.directory() / "workers.log",
-            python=settings.python,
-        )
+        return CallPlayer(settings, settings.call)
     if not argv:
         raise SettingsError("give a command after `--`, or --call module:function")
     agent = find_agent(argv, settings.agent)

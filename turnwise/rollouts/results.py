@@ -112,24 +112,22 @@ class RolloutProgress:
         self._printed_at = 0.0
         self.results: list[RunResult] = []
         self.num_planned: int | None = None
+        """Runs of this pass; None where there is no end."""
         self.num_missing = 0
         """Runs that were not played because an interrupt stopped the others."""
 
-    def add(self, result: RunResult, num_planned: int | None) -> None:
-        """Count a run and print the line when it is due.
-
-        `num_planned` is the number of runs of this pass; None where there is no end.
-        """
+    def add(self, result: RunResult) -> None:
+        """Count a run and print the line when it is due."""
         self.results.append(result)
         now = time.monotonic()
         is_terminal = self._stream.isatty()
-        if is_terminal or now - self._printed_at >= SECONDS_BETWEEN_LINES or len(self.results) == num_planned:
+        if is_terminal or now - self._printed_at >= SECONDS_BETWEEN_LINES or len(self.results) == self.num_planned:
             self._printed_at = now
-            self._print(self.line(num_planned), same_line=is_terminal)
+            self._print(self._line(), same_line=is_terminal)
 
-    def line(self, num_planned: int | None) -> str:
+    def _line(self) -> str:
         totals = summary(self.results)
-        total = "" if num_planned is None else f"/{num_planned}"
+        total = "" if self.num_planned is None else f"/{self.num_planned}"
         reward = "no reward yet" if totals["reward_mean"] is None else f"reward {totals['reward_mean']:.3f}"
         problems = ", ".join(
             f"{totals[name]} {label}"

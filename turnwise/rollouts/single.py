@@ -112,7 +112,7 @@ async def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int
     """
     process = await asyncio.create_subprocess_exec(*argv, env=environment)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, _leave_to_the_command)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the command receives it too
     loop.add_signal_handler(signal.SIGTERM, process.terminate)
     try:
         code = await process.wait()
@@ -120,7 +120,3 @@ async def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int
         loop.remove_signal_handler(signal.SIGINT)
         loop.remove_signal_handler(signal.SIGTERM)
     return code if code >= 0 else 128 - code
-
-
-def _leave_to_the_command() -> None:
-    """Ignore an interrupt: the command receives it too and handles it."""

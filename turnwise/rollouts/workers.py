@@ -11,10 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from turnwise.errors import GraderFailed, SettingsError
@@ -25,6 +22,7 @@ from turnwise.rewards.grader import as_rewards
 from turnwise.rollouts import agents, worker
 from turnwise.rollouts.agents import AGENTS
 from turnwise.rollouts.players import AgentEnd, PlannedRun
+from turnwise.rollouts.settings import RunSettings
 from turnwise.types import Json
 
 START_SECONDS = 180.0
@@ -34,32 +32,18 @@ LINE_BYTES = 64 * 1024 * 1024
 class CallPlayer:
     """Calls a function for each run, in a pool of worker processes."""
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        parallel: int,
-        num_workers: int,
-        timeout_seconds: float,
-        log: Path,
-        python: str = sys.executable,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, settings: RunSettings, target: str) -> None:
         """Initialise the pool; a worker starts when it is first needed.
 
-        `target` is `module:function`; it is called with the task and a `Run`, and may return rewards. `environment` has
-        variables in addition to the inherited ones.
+        `target` is `module:function`; it is called with the task and a `Run`, and may return rewards.
 
         Raises:
             SettingsError: there is no such interpreter.
         """
+        self._settings = settings
         self._target = target
-        self._python = find_program(python, "--python")
-        self._num_threads = -(-parallel // num_workers)
-        self._num_workers = num_workers
-        self._timeout_seconds = timeout_seconds
-        self._log = log
-        self._environment = {**os.environ, **(environment or {})}
+        num_threads = -(-settings.parallel // settings.workers)
+        self._argv = [find_program(settings.python, "--python"), str(worker.__file__), target, str(num_threads)]
         self._workers: list[_AgentWorker] = []
         self._retired: list[_AgentWorker] = []
         self._starting = asyncio.Lock()
@@ -76,7 +60,7 @@ class CallPlayer:
         chosen = await self._worker()
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(self._settings.timeout_seconds):
                 answer = await chosen.call(_request(run))
         except TimeoutError:
             self._retire(chosen)
@@ -92,12 +76,30 @@ class CallPlayer:
     async def _worker(self) -> _AgentWorker:
         async with self._starting:
             self._workers = [each for each in self._workers if each.is_alive]
-            if len(self._workers) < self._num_workers:
-                fresh = _AgentWorker(self._log)
-                argv = [self._python, str(worker.__file__), self._target, str(self._num_threads)]
-                await fresh.start(argv, self._environment, self._target)
-                self._workers.append(fresh)
+            if len(self._workers) < self._settings.workers:
+                self._workers.append(await self._started())
             return min(self._workers, key=lambda each: each.num_calls)
+
+    async def _started(self) -> _AgentWorker:
+        """Start a worker and wait until it has imported the agent."""
+        path = self._settings.directory() / "workers.log"
+        with path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *guard.guarded(self._argv, GRACE_SECONDS),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                # What an agent prints is in the log also when its worker is killed.
+                env={"PYTHONUNBUFFERED": "1", **os.environ},
+                start_new_session=True,
+                limit=LINE_BYTES,
+            )
+        fresh = _AgentWorker(process)
+        answer = await fresh.first_answer() or {"failed": f"its worker did not start; its log:\n{tail_of(path)}"}
+        if "failed" in answer:
+            await fresh.end()
+            raise SettingsError(f"--call {self._target!r} cannot be imported: {answer['failed']}")
+        return fresh
 
     def _retire(self, chosen: _AgentWorker) -> None:
         if chosen in self._workers:
@@ -114,11 +116,13 @@ class CallPlayer:
 class _AgentWorker:
     """One worker process."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
         self._calls: dict[int, asyncio.Future[Json]] = {}
         self._ids = itertools.count()
-        self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -129,30 +133,17 @@ class _AgentWorker:
     def num_calls(self) -> int:
         return len(self._calls)
 
-    async def start(self, argv: list[str], environment: Mapping[str, str], target: str) -> None:
-        """Start the process and wait until the agent is imported."""
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *guard.guarded(argv, GRACE_SECONDS),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                # What an agent prints is in the log also when its worker is killed.
-                env={"PYTHONUNBUFFERED": "1", **environment},
-                start_new_session=True,
-                limit=LINE_BYTES,
-            )
+    async def first_answer(self) -> Json:
+        """Return whether the agent is imported; nothing where the process ends or takes too long."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 first = await self._stdout.readline()
         except TimeoutError:
             first = b""
-        no_answer = {"failed": f"its worker did not start; its log:\n{tail_of(self._log)}"}
-        answer = json.loads(first) if first else no_answer
-        if "failed" in answer:
-            await self.end()
-            raise SettingsError(f"--call {target!r} cannot be imported: {answer['failed']}")
-        self._reading = asyncio.create_task(self._read())
+        answer: Json = json.loads(first) if first else {}
+        if "ready" in answer:
+            self._reading = asyncio.create_task(self._read())
+        return answer
 
     async def call(self, request: Json) -> Json:
         number = next(self._ids)
@@ -168,7 +159,7 @@ class _AgentWorker:
             del self._calls[number]
 
     async def end(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             await self._process.wait()
@@ -185,18 +176,6 @@ class _AgentWorker:
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_result({"error": _WORKER_DIED})
-
-    @property
-    def _stdout(self) -> asyncio.StreamReader:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
-    def _stdin(self) -> asyncio.StreamWriter:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        return self._process.stdin
 
 
 _WORKER_DIED = "its worker process ended during the run; its output is in workers.log"
