@@ -58,11 +58,10 @@ def make_parts(
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
     reference = Policy(settings) if needs_reference else None
     critic = Critic(model) if settings.algorithm.needs_values else None
-    command, seconds = settings.evaluation_command, settings.evaluation_seconds
     return Parts(
         claims=claims,
         learner=PolicyAgent(model, settings, reference, critic),
         optimizer=lambda parameters: make_optimizer(parameters, settings),
-        evaluator=Evaluator(claims.db, command, seconds, settings.proxy_url, policy, claims.stopped),
-        buffer=ReplayBuffer.of(claims, settings) if has_buffer else None,
+        evaluator=Evaluator(claims, settings),
+        buffer=ReplayBuffer(claims, settings) if has_buffer else None,
     )

@@ -12,21 +12,19 @@ import datetime
 import logging
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from trainer.claims.ledger import StopFlag
-from turnwise.client.connection import DEFAULT_BASE_URL
+from trainer.claims.ledger import Ledger
+from trainer.settings import TrainerSettings
 from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
 from turnwise.store import experiences, keys, serving, sessions, versions
-from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
-    DEFAULT_POLICY,
+    DEFAULT_POLICY_NAME,
     Json,
-    Policy,
     PolicyStatus,
     Session,
     SessionKey,
@@ -48,22 +46,12 @@ COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
 class Evaluator:
     """Starts the command, if there is one, and sums up the eval sessions that ended meanwhile."""
 
-    def __init__(
-        self,
-        db: Database,
-        command: Sequence[str] = (),
-        timeout_seconds: float = 600.0,
-        proxy_url: str = DEFAULT_BASE_URL,
-        policy: Policy | None = None,
-        stopped: StopFlag | None = None,
-    ) -> None:
-        self._db = db
-        self._policy = policy
-        self._policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
-        self._proxy_url = proxy_url.rstrip("/")
-        self._command = list(command)
-        self._timeout_seconds = timeout_seconds
-        self._stopped = stopped or StopFlag()
+    def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
+        self._ledger = ledger
+        self._db = ledger.db
+        self._stopped = ledger.stopped
+        self._settings = settings
+        self._command = list(settings.evaluation_command)
         self._counted: set[SessionKey] | None = None
         """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
 
@@ -114,7 +102,7 @@ class Evaluator:
         return gauges
 
     def _over(self) -> list[Session]:
-        wanted = SessionFilter(split=Split.EVAL, policy_id=self._policy_id)
+        wanted = SessionFilter(split=Split.EVAL, policy_id=self._ledger.policy_id)
         with self._db.read() as conn:
             found, _ = sessions.list_sessions(conn, wanted, limit=NEWEST_SESSIONS)
         return [one for one in found if one.status is not SessionStatus.OPEN]
@@ -124,7 +112,7 @@ class Evaluator:
         while time.monotonic() < deadline and not self._stopped.is_set():
             with self._db.read() as conn:
                 policy = versions.get_version(conn, version)
-                pinned = serving.serving_state(conn, self._policy_id).pinned_version
+                pinned = serving.serving_state(conn, self._ledger.policy_id).pinned_version
             if policy.status not in COMING or pinned not in (None, version):
                 return
             self._stopped.wait(POLL_SECONDS)
@@ -133,7 +121,7 @@ class Evaluator:
     def _play(self, version: int) -> bool:
         guarded = guard.guarded(self._command, GRACE_SECONDS)
         with self._temporary_key() as key:
-            environment = child_environment(evaluation_environment(self._proxy_url, key, version))
+            environment = child_environment(evaluation_environment(self._settings.proxy_url.rstrip("/"), key, version))
             with subprocess.Popen(guarded, env=environment, start_new_session=True) as process:  # noqa: S603  the operator's
                 reason = self._wait_for(process)
         if reason is not None:
@@ -148,8 +136,8 @@ class Evaluator:
             while process.poll() is None:
                 if self._stopped.is_set():
                     return "the trainer stops"
-                if time.monotonic() - started > self._timeout_seconds:
-                    return f"it ran longer than {self._timeout_seconds:g} s (evaluation_seconds); its result is partial"
+                if time.monotonic() - started > (limit := self._settings.evaluation_seconds):
+                    return f"it ran longer than {limit:g} s (evaluation_seconds); its result is partial"
                 self._stopped.wait(POLL_SECONDS)
         finally:
             process.terminate()
@@ -159,20 +147,15 @@ class Evaluator:
     def _temporary_key(self) -> Iterator[str]:
         """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key.
 
-        A named policy's sessions always need one.
-        It expires by itself, because a trainer that is killed revokes nothing.
+        A named policy's sessions always need one. It expires by itself: a trainer that is killed revokes nothing.
         """
-        lifetime = datetime.timedelta(seconds=self._timeout_seconds + KEY_MARGIN_SECONDS)
+        lifetime = datetime.timedelta(seconds=self._settings.evaluation_seconds + KEY_MARGIN_SECONDS)
+        policy, made = self._ledger.policy, None
+        tenant, name = ("default", DEFAULT_POLICY_NAME) if policy is None else (policy.tenant, policy.name)
         with self._db.write() as conn:
-            made = None
-            expires_at = utc_now() + lifetime
-            if self._policy is not None:
-                tenant, name = self._policy.tenant, self._policy.name
-                made = keys.create_key(
-                    conn, tenant, keys.KeyRole.AGENT, "evaluation", expires_at=expires_at, policy=name
-                )
-            elif keys.any_keys(conn):
-                made = keys.create_key(conn, "default", keys.KeyRole.AGENT, "evaluation", expires_at=expires_at)
+            if policy is not None or keys.any_keys(conn):
+                expires_at, role = utc_now() + lifetime, keys.KeyRole.AGENT
+                made = keys.create_key(conn, tenant, role, "evaluation", expires_at=expires_at, policy=name)
         if made is None:
             yield "none"
             return

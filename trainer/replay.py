@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,7 @@ import numpy.typing as npt
 from trainer.claims.ledger import ClaimedBatch, Ledger
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
-from turnwise.types import Json, name_digest
-
-Buffer = tuple[Json, ...]
-Sampling = Literal["uniform", "recency", "priority"]
+from turnwise.types import name_digest
 
 RECENCY_HALF_LIFE = 0.25
 """Share of the buffer after which a group is half as likely to be drawn."""
@@ -40,27 +36,19 @@ class Entry:
     """Spread of the group's rewards: without one, a group has no advantage."""
 
 
+Buffer = tuple[Entry, ...]
+
+
 class ReplayBuffer:
-    """The rules of the buffer; its contents are in `State.buffer` alone."""
+    """The rules of the buffer; its contents, oldest group first, are in `State.buffer` alone."""
 
-    def __init__(self, ledger: Ledger, *, capacity: int, min_groups: int, sampling: Sampling) -> None:
+    def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
         self._ledger = ledger
-        self._capacity = capacity
-        self._min_groups = min_groups
-        self._sampling: Sampling = sampling
-
-    @classmethod
-    def of(cls, ledger: Ledger, settings: TrainerSettings) -> Self:
-        return cls(
-            ledger,
-            capacity=settings.buffer_groups,
-            min_groups=settings.buffer_min_groups,
-            sampling=settings.buffer_sampling,
-        )
+        self._settings = settings
 
     def add(self, buffer: Buffer, claimed: ClaimedBatch) -> Buffer:
         """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
-        entries = self.entries(buffer)
+        entries = list(buffer)
         arrived = entries[-1].arrived + 1 if entries else 0
         for number, group in enumerate(claimed.claim.groups):
             rewards = {e.session_key: e.reward for e in claimed.experiences if e.group_key == group.key}
@@ -72,48 +60,34 @@ class ReplayBuffer:
                     priority=float(np.std(list(rewards.values()))) if rewards else 0.0,
                 )
             )
-        return _as_json(entries[-self._capacity :])
+        return tuple(entries[-self._settings.buffer_groups :])
 
     def sample(self, buffer: Buffer, num_groups: int, rng: np.random.Generator) -> tuple[list[int], Buffer]:
         """Draw groups without replacement; return their keys in the store, and the buffer with its use counts."""
-        entries = self.entries(buffer)
-        drawn = rng.choice(len(entries), size=min(num_groups, len(entries)), replace=False, p=self._chances(entries))
-        chosen = {int(index) for index in drawn}
-        used = [
-            dataclasses.replace(entry, num_uses=entry.num_uses + 1) if index in chosen else entry
-            for index, entry in enumerate(entries)
-        ]
-        return [entries[int(index)].group_pk for index in drawn], _as_json(used)
+        drawn = rng.choice(len(buffer), size=min(num_groups, len(buffer)), replace=False, p=self._chances(buffer))
+        used = list(buffer)
+        for index in drawn:
+            used[index] = dataclasses.replace(used[index], num_uses=used[index].num_uses + 1)
+        return [used[index].group_pk for index in drawn], tuple(used)
 
     def can_sample(self, buffer: Buffer) -> bool:
-        return len(self.entries(buffer)) >= self._min_groups
-
-    def is_full(self, buffer: Buffer) -> bool:
-        return len(self.entries(buffer)) >= self._capacity
+        return len(buffer) >= self._settings.buffer_min_groups
 
     def read(self, buffer: Buffer, group_pks: Sequence[int]) -> list[Experience]:
         """Return the experiences of groups of the buffer with the rewards that they have by now.
 
         A group that has left the store has none, even if its number in the store belongs to another group by now.
         """
-        held = {entry.group for entry in self.entries(buffer) if entry.group_pk in group_pks}
+        held = {entry.group for entry in buffer if entry.group_pk in group_pks}
         return [each for each in self._ledger.experiences_of(group_pks) if name_digest(each.group_key) in held]
 
-    @staticmethod
-    def entries(buffer: Buffer) -> list[Entry]:
-        return [Entry(**entry) for entry in buffer]
-
-    def _chances(self, entries: Sequence[Entry]) -> npt.NDArray[np.float64]:
-        if self._sampling == "recency":
-            age = np.arange(len(entries))[::-1] / len(entries)
+    def _chances(self, buffer: Buffer) -> npt.NDArray[np.float64]:
+        if self._settings.buffer_sampling == "recency":
+            age = np.arange(len(buffer))[::-1] / len(buffer)
             weights = 0.5 ** (age / RECENCY_HALF_LIFE)
-        elif self._sampling == "priority":
-            weights = np.array([entry.priority for entry in entries]) + 1e-3
+        elif self._settings.buffer_sampling == "priority":
+            weights = np.array([entry.priority for entry in buffer]) + 1e-3
         else:
-            weights = np.ones(len(entries))
+            weights = np.ones(len(buffer))
         chances: npt.NDArray[np.float64] = weights / weights.sum()
         return chances
-
-
-def _as_json(entries: Sequence[Entry]) -> Buffer:
-    return tuple(dataclasses.asdict(entry) for entry in entries)

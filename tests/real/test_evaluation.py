@@ -13,8 +13,9 @@ from support.proxies import RunningProxy, wait_until_gone
 from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
-from trainer.claims.ledger import StopFlag
+from trainer.claims.ledger import Ledger
 from trainer.evaluate import Evaluator
+from trainer.settings import TrainerSettings
 from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
@@ -51,7 +52,12 @@ def database(proxy: RunningProxy):
 
 
 def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, float | None, int]) -> Evaluator:
-    return Evaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
+    return running(database, AGENT, proxy.url, json.dumps(sessions))
+
+
+def running(database: Database, program: str, *arguments: str, **changes: object) -> Evaluator:
+    settings = TrainerSettings(evaluation_command=(sys.executable, "-c", program, *arguments), **changes)
+    return Evaluator(Ledger(database, settings), settings)
 
 
 def test_held_out_sessions_are_played_by_the_version_that_was_just_published(proxy, database, tmp_path):
@@ -79,7 +85,7 @@ def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
     for _ in range(2):
         found = next_process.evaluate(version)
         assert (found["num_sessions"], found["reward_mean"]) == (2, 0.75)
-    read_only = Evaluator(database)
+    read_only = Evaluator(Ledger(database, TrainerSettings()), TrainerSettings())
     assert read_only.evaluate(version)["num_sessions"] == 5
     assert read_only.evaluate(version) == {}
 
@@ -98,7 +104,7 @@ def test_an_evaluation_does_not_wait_for_a_version_that_engines_refuse(proxy, da
 
 def test_a_command_that_fails_is_reported_and_gives_no_evaluation(proxy, database, tmp_path, caplog):
     version = publish(proxy, write_weights(tmp_path / "v1"))
-    assert Evaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
+    assert running(database, "raise SystemExit(3)").evaluate(version) == {}
     assert "exited with status 3" in caplog.text
 
 
@@ -114,9 +120,7 @@ child.wait()
 @pytest.mark.parametrize("ended_by", ["time limit", "stop"])
 def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path, caplog, ended_by):
     pid_file = tmp_path / "pid"
-    command = [sys.executable, "-c", BRINGS_A_CHILD, str(pid_file)]
-    stopped = StopFlag()
-    evaluation = Evaluator(database, command, timeout_seconds=600.0, stopped=stopped)
+    evaluation = running(database, BRINGS_A_CHILD, str(pid_file))
     with database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
         serving.fail_version(connection, 1, "so that nobody waits for it")
@@ -124,9 +128,9 @@ def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path
     playing.start()
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the command has started its child")
     if ended_by == "stop":
-        stopped.set()
+        evaluation._stopped.set()
     else:
-        evaluation._timeout_seconds = 0.0
+        evaluation._settings = evaluation._settings.model_copy(update={"evaluation_seconds": 0.0})
     playing.join(WAIT_SECONDS)
     wait_until_gone(int(pid_file.read_text()))
     assert ("the trainer stops" if ended_by == "stop" else "evaluation_seconds") in caplog.text
@@ -150,8 +154,7 @@ def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(pro
         with database.write() as conn:
             keys.create_key(conn, "default", keys.KeyRole.ADMIN, "operator")
     output = tmp_path / "environment.json"
-    command = [sys.executable, "-c", PRINTS_ENVIRONMENT, str(output)]
-    Evaluator(database, command, proxy_url=proxy.url).evaluate(version)
+    running(database, PRINTS_ENVIRONMENT, str(output), proxy_url=proxy.url).evaluate(version)
     environment = json.loads(output.read_text())
     assert environment["model"] == "fake"
     assert (environment["TURNWISE_POLICY_VERSION"], environment["TURNWISE_RUN_URL"]) == (str(version), proxy.url)

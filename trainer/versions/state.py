@@ -30,6 +30,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints
+from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import Json, PolicyKind, PolicyVersion
@@ -58,8 +59,8 @@ class State:
     optimizer: torch.optim.Optimizer
     scheduler: lr_scheduler.LambdaLR
     metrics: Json = dataclasses.field(default_factory=dict)
-    buffer: tuple[Json, ...] = ()
-    """The replay buffer's index, oldest group first; empty on policy."""
+    buffer: Buffer = ()
+    """The replay buffer's index; empty on policy."""
     singles: tuple[Row, ...] = ()
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
@@ -89,7 +90,8 @@ class State:
         }
 
     def beside_checkpoint(self) -> Json:
-        return {"buffer": list(self.buffer), "singles": list(map(list, self.singles))}
+        buffer = [dataclasses.asdict(entry) for entry in self.buffer]
+        return {"buffer": buffer, "singles": list(map(list, self.singles))}
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors that a resume needs, of which this process holds all or its shards; not copied."""
@@ -102,7 +104,8 @@ class State:
 
         The optimizer's settings and the seed stay as they are now. The learning rate follows from the count of updates.
         """
-        settings = [_settings_of(group) for group in self.optimizer.param_groups]
+        tensors = ("params", "param_names")
+        settings = [{k: v for k, v in group.items() if k not in tensors} for group in self.optimizer.param_groups]
         self._load_tensors(fill, has_critic=saved["has_critic"] and self.critic is not None)
         for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(kept)
@@ -112,8 +115,8 @@ class State:
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
 
     def with_batches(self, saved: Json) -> State:
-        singles = tuple(Row(*row) for row in saved["singles"])
-        return dataclasses.replace(self, buffer=tuple(saved["buffer"]), singles=singles)
+        buffer, singles = (Entry(**entry) for entry in saved["buffer"]), (Row(*row) for row in saved["singles"])
+        return dataclasses.replace(self, buffer=tuple(buffer), singles=tuple(singles))
 
     def _load_tensors(self, fill: Callable[[dict[str, Any]], None], *, has_critic: bool) -> None:
         tensors = self.tensors()
@@ -125,10 +128,6 @@ class State:
         set_optimizer_state_dict(self.policy.model, self.optimizer, tensors["optimizer"])
         if self.critic is not None and has_critic:
             self.critic.load_tensors(tensors)
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 class States:

@@ -13,8 +13,9 @@ import sqlalchemy as sa
 from support.ledger_samples import add_finished, sampled_by
 from support.waiting import WAIT_SECONDS, wait_until
 
-from trainer.claims.ledger import StopFlag
+from trainer.claims.ledger import Ledger
 from trainer.evaluate import Evaluator
+from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
 from turnwise.store import serving, versions
 from turnwise.store.database import Database
@@ -52,8 +53,9 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     """A mean over few sessions is often the highest one, and `keep_best` would keep its version."""
     publish(ledger, 5)
     started = tmp_path / "started"
-    stopped = StopFlag()
-    evaluation = Evaluator(ledger, [sys.executable, "-c", PLAYS_FOR_EVER, str(started)], stopped=stopped)
+    settings = TrainerSettings(evaluation_command=(sys.executable, "-c", PLAYS_FOR_EVER, str(started)))
+    held = Ledger(ledger, settings)
+    evaluation = Evaluator(held, settings)
     found: list[Json] = []
     playing = threading.Thread(target=lambda: found.append(evaluation.evaluate(5)))
     playing.start()
@@ -61,10 +63,10 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
         wait_until(started.exists, "the command runs")
         add_finished(ledger, "s5", split=Split.EVAL, of_turns=sampled_by(5))
         if ended_by == "time limit":
-            evaluation._timeout_seconds = 0.0
+            evaluation._settings = settings.model_copy(update={"evaluation_seconds": 0.0})
             playing.join(WAIT_SECONDS)
     finally:
-        stopped.set()
+        held.stop()
     playing.join(WAIT_SECONDS)
     if ended_by == "stop":
         assert found == [{}]
@@ -78,8 +80,9 @@ def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_nex
     publish(ledger, 5, 6)
     database = InterruptedDatabase(f"sqlite:///{tmp_path}/ledger.db")
     database.outage = tmp_path / "outage"
-    command = [sys.executable, "-c", CAUSES_AN_OUTAGE_OF_VERSION_5, str(database.outage)]
-    evaluation = Evaluator(database, command)
+    command = (sys.executable, "-c", CAUSES_AN_OUTAGE_OF_VERSION_5, str(database.outage))
+    settings = TrainerSettings(evaluation_command=command)
+    evaluation = Evaluator(Ledger(database, settings), settings)
     assert evaluation.evaluate(5) == {}
     add_finished(ledger, "s5", split=Split.EVAL, of_turns=sampled_by(5))
     database.outage.unlink()

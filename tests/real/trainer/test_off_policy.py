@@ -22,7 +22,7 @@ from trainer.batch.batch import build, minibatches
 from trainer.batch.ratios import TrainedTokens
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import Ledger, RunProgress
-from trainer.replay import ReplayBuffer
+from trainer.replay import Entry, ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
@@ -48,10 +48,10 @@ def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, 
     assert not buffer.can_sample(state.buffer)
     _, state = workflow.step(state)
     assert state.progress.num_optimizer_steps == 1
-    assert buffer.is_full(state.buffer)
-    assert sum(entry.num_uses for entry in buffer.entries(state.buffer)) == 2
+    assert len(state.buffer) == 4
+    assert sum(entry.num_uses for entry in state.buffer) == 2
     _, state = workflow.step(state)
-    assert [entry.arrived for entry in buffer.entries(state.buffer)] == [2, 3, 4, 5]
+    assert [entry.arrived for entry in state.buffer] == [2, 3, 4, 5]
     assert state.progress.policy_version == 2
     # Of each sample: all but those of equal rewards.
     workflow.commits.finish_writing()
@@ -90,7 +90,7 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
         == batch.metrics
         == {"num_buffered_groups": 2, "policy_version": 0, "num_refused_groups": 0}
     )
-    assert tuple(kept["buffer"]) == state.buffer
+    assert [Entry(**one) for one in kept["buffer"]] == list(state.buffer)
     for group in claimed:
         assert group.group_id not in str(kept), "the buffer names a group"
     first = SessionFilter(tenant="default", group_id=claimed[0].group_id)
@@ -125,17 +125,17 @@ def last_update(ledger):
         return updates.last_update(conn)
 
 
-def buffer_json(priorities):
+def entries(priorities):
     return tuple(
-        {"group_pk": pk, "group": str(pk), "arrived": pk, "num_uses": 0, "priority": priority}
-        for pk, priority in enumerate(priorities)
+        Entry(group_pk=pk, group=str(pk), arrived=pk, priority=priority) for pk, priority in enumerate(priorities)
     )
 
 
 def draws(ledger, sampling, priorities):
-    buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), capacity=10, min_groups=1, sampling=sampling)
+    settings = TrainerSettings(buffer_sampling=sampling)
+    buffer = ReplayBuffer(Ledger(ledger, settings), settings)
     rng = np.random.default_rng(0)
-    drawn = [buffer.sample(buffer_json(priorities), 1, rng)[0][0] for _ in range(400)]
+    drawn = [buffer.sample(entries(priorities), 1, rng)[0][0] for _ in range(400)]
     return np.bincount(drawn, minlength=len(priorities))
 
 
@@ -150,10 +150,10 @@ def test_each_sampling_mode_has_its_documented_distribution(ledger):
 
 
 def test_a_sample_holds_no_group_twice(ledger):
-    buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), capacity=10, min_groups=1, sampling="uniform")
-    drawn, after = buffer.sample(buffer_json([1.0] * 5), 9, np.random.default_rng(0))
+    buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), TrainerSettings())
+    drawn, after = buffer.sample(entries([1.0] * 5), 9, np.random.default_rng(0))
     assert sorted(drawn) == [0, 1, 2, 3, 4]
-    assert [entry.num_uses for entry in buffer.entries(after)] == [1] * 5
+    assert [entry.num_uses for entry in after] == [1] * 5
 
 
 def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path, model, ledger):
@@ -162,12 +162,12 @@ def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path,
     workflow = workflow_for(tmp_path, model)
     _, state = workflow.step(workflow.setup(0))
     kept, deleted = state.buffer
-    pks = [kept["group_pk"], deleted["group_pk"]]
-    buffer = (kept, {**deleted, "group": name_digest(("default", "deleted"))})
+    pks = [kept.group_pk, deleted.group_pk]
+    buffer = (kept, dataclasses.replace(deleted, group=name_digest(("default", "deleted"))))
     both = workflow.replay_buffer.read(state.buffer, pks)
-    assert {name_digest(each.group_key) for each in both} == {kept["group"], deleted["group"]}
+    assert {name_digest(each.group_key) for each in both} == {kept.group, deleted.group}
     found = workflow.replay_buffer.read(buffer, pks)
-    assert {name_digest(each.group_key) for each in found} == {kept["group"]}
+    assert {name_digest(each.group_key) for each in found} == {kept.group}
     workflow.close()
 
 
@@ -177,17 +177,17 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
         add_finished(database, "kim", tenant=tenant, value=1)
     rule = TrainerSettings(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
     source = Claims(database, rule)
-    buffer = ReplayBuffer(source, capacity=10, min_groups=1, sampling="uniform")
+    buffer = ReplayBuffer(source, rule)
     batch = source.next(RunProgress(num_batches=1))
-    of_group = {entry["group"]: entry for entry in buffer.add((), batch)}
+    of_group = {entry.group: entry for entry in buffer.add((), batch)}
     acme, zeta = (of_group[name_digest((tenant, "kim"))] for tenant in ("acme", "zeta"))
-    zeta_pk = zeta["group_pk"]
+    zeta_pk = zeta.group_pk
 
     def sampled(stored):
         return [each.group_key for each in buffer.read(stored, [zeta_pk])]
 
     assert sampled((zeta,)) == [("zeta", "kim")]
-    assert sampled(({**acme, "group_pk": zeta_pk},)) == []
+    assert sampled((dataclasses.replace(acme, group_pk=zeta_pk),)) == []
 
 
 LN2 = math.log(2.0)
