@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from trainer.batch.advantages import moved_on
 from trainer.batch.batch import trained_turns
+from trainer.batch.ratios import finite
 from trainer.batch.selection import TOO_LONG, Selection
 from trainer.build import Parts
 from trainer.checks.gap import GapCheck
@@ -105,7 +105,7 @@ class Training:
             return state
         log.info("resuming after update %d at policy version %d", last.update_id, last.policy_version)
         if last.policy_version and self._sends_weights:
-            self._hold(last.policy_version, self.learner.export(), probe)
+            self._hold(last.policy_version, self.learner.policy.trained_state(), probe)
         return self.states.with_missed(state, self.claims)
 
     def step(self, state: State) -> tuple[Json, State]:
@@ -190,7 +190,6 @@ class Training:
             self._too_large = (OUT_OF_MEMORY, TOO_LONG)
 
     def _serve_weights(self) -> None:
-        """Hand weights to engines from memory, and tell the proxy where."""
         if self.weights is not None:
             return
         if self._sends_weights or self.settings.engine_sleep_level:
@@ -218,7 +217,7 @@ class Training:
     def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> bool:
         if self.weights is None or not self._sends_weights:
             return False
-        is_held = self.weights.held.hold(version, self.learner.policy.published(weights), probe)
+        is_held = self.weights.hold(version, self.learner.policy.published(weights), probe)
         if not is_held:
             log.error("version %d has weights that are not finite; engines will refuse its directory", version)
         return is_held
@@ -244,26 +243,26 @@ class Training:
                 credited = self.updates.with_token_credit(batch, chosen)
                 self.commits.probe_base(state, credited.trainable())
                 count = num_minibatches(claimed, credited.batch, self.settings)
-                done = self.updates.take(state, credited, count, self._record)
+                num_steps, chosen, gauges = self.updates.take(state, credited, count, self._record)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
             chosen = dataclasses.replace(chosen, refused=dict.fromkeys(claimed.group_keys, f"refused: {error}"))
             return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, chosen)
-        chosen, metrics = done.chosen, metrics | done.gauges
-        if not done.num_steps:
+        metrics = metrics | gauges
+        if not num_steps:
             return self._finish_untrained(state, claimed, metrics, chosen)
         self._fitting.observe(metrics["num_groups"] - len(chosen.refused), chosen.refused.values(), self._too_large)
         trained_at = time.monotonic()
         turn_ids = trained_turns(credited.batch)
         metrics |= left_out_gauges(claimed, chosen, turn_ids, self.settings)
-        metrics |= {"num_updates": done.num_steps, "seconds": trained_at - started}
+        metrics |= {"num_updates": num_steps, "seconds": trained_at - started}
         refusal = None
         if self.gate is not None:
-            gate = self.gate.check(state.progress.policy_version)
-            metrics, refusal = metrics | gate.gauges, gate.reason
+            gauges, refusal = self.gate.check(state.progress.policy_version)
+            metrics |= gauges
         version = self.commits.next_version(state)
         probe = self.commits.with_base(probe_of(state.policy, chosen.experiences))
-        weights = self.learner.export()
+        weights = self.learner.policy.trained_state()
         made = NewVersion(
             version=version,
             weights=weights,
@@ -273,7 +272,7 @@ class Training:
             trained=chosen.advantages_by_session(turn_ids),
             refusal=refusal,
         )
-        return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, made)
+        return self.commits.commit(state, claimed, chosen, metrics, num_steps, made)
 
     def _finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection
@@ -337,15 +336,9 @@ class JsonLines:
         self._path = path
 
     def write(self, scalars: Scalars, step: int) -> None:
-        line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
+        named = {name: finite(value) if isinstance(value, float) else value for name, value in scalars.items()}
+        line = {"at": utc_now().isoformat(), "step": step, **named}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         append_lines(self._path, [json.dumps(line, allow_nan=False, default=str)])
 
     def close(self) -> None: ...
-
-
-def _without_infinities(scalars: Scalars) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in scalars.items()
-    }

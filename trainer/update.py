@@ -86,16 +86,6 @@ class Credited:
         return [one for one in self.chosen.experiences if one.group_key not in self.refused]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Done:
-    """What was trained of a batch."""
-
-    num_steps: int
-    chosen: Selection
-    """Without the groups that dropped out, which are in `refused`."""
-    gauges: Json
-
-
 class Updates:
     """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
@@ -204,8 +194,12 @@ class Updates:
         chosen = dataclasses.replace(chosen, advantages=turn_advantages(batch))
         return Credited(batch, chosen, refused | self._cannot_train(batch) | not_finite(batch), gauges)
 
-    def take(self, state: State, credited: Credited, num_minibatches: int, record: Record) -> Done:
+    def take(
+        self, state: State, credited: Credited, num_minibatches: int, record: Record
+    ) -> tuple[int, Selection, Json]:
         """Take this number of optimizer steps in each of `reuse_epochs` passes.
+
+        Return the count of all steps, the selection without the groups that dropped out, and gauges.
 
         Raises:
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
@@ -220,14 +214,16 @@ class Updates:
             chosen = without_groups(chosen, refused)
             num_too_large = sum(reason.startswith(OUT_OF_MEMORY) for reason in refused.values())
             gauges |= {"num_refused_groups": len(chosen.refused), "num_groups_out_of_memory": num_too_large}
-        return Done(num_steps, chosen, gauges | credited.gauges | gaps.read(refused))
+        return num_steps, chosen, gauges | credited.gauges | gaps.read(refused)
 
     def _steps(
         self, state: State, batch: Batch, num_minibatches: int, refused: Refused, gaps: BatchGap, record: Record
     ) -> tuple[int, Json]:
         rng = state.rng()
         sampled = range(batch.num_sampled)
-        proximal = self._fitting(batch, sampled, refused, lambda fit: self._learner.proximal_logprobs(batch, fit))
+        proximal: Reals | None = None
+        if self._learner.algorithm.needs_proximal:
+            proximal = self._fitting(batch, sampled, refused, lambda fit: self._learner.logprobs_of(batch, fit))
         gradient = functools.partial(self._learner.gradient, state.optimizer, batch, proximal=proximal)
         total, norms = Gauges(), list[float]()
         for epoch in range(self.settings.reuse_epochs):

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a refusal: about 2.5 % of normal draws lie beyond."""
 NUM_NAMED = 5
-
-
 GOOD_LABELS = ("golden",)
 BAD_LABELS = ("failure",)
 
@@ -45,14 +43,6 @@ class Shift:
     """Whether it is good or bad; None if it is neither."""
     nats: float
     """Mean of log π − log μ over the session's tokens; μ is the policy that sampled them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GateResult:
-    """The verdict on a version."""
-
-    gauges: Json
-    reason: str | None = None
 
 
 def shifts_of(
@@ -85,8 +75,8 @@ class Gate:
         self._learner = learner
         self._rule = rule
 
-    def check(self, policy_version: int) -> GateResult:
-        """Return whether weights that come from this version may be published as the next one.
+    def check(self, policy_version: int) -> tuple[Json, str | None]:
+        """Return gauges, and why weights that come from this version must not be published; None where they may.
 
         Raises:
             OutOfMemory: A chain does not fit into the memory of one of several processes.
@@ -103,11 +93,11 @@ class Gate:
             if world.size > 1:
                 raise
             log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)
-            return GateResult(gauges={})
-        result = judge(shifts_of(batch, logprobs, labels_of, rule), rule)
-        if result.reason is not None:
-            log.error("the version is kept and not served: %s", result.reason)
-        return result
+            return {}, None
+        gauges, reason = judge(shifts_of(batch, logprobs, labels_of, rule), rule)
+        if reason is not None:
+            log.error("the version is kept and not served: %s", reason)
+        return gauges, reason
 
     def _comparable(self, found: Sequence[Experience]) -> list[Experience]:
         kept = [experience for experience in found if self._learner.why_untrainable(experience) is None]
@@ -128,8 +118,8 @@ def _is_good(experience: Experience, labels: Collection[str], rule: TrainerSetti
     return False if experience.reward <= rule.gate_bad_reward else None
 
 
-def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> GateResult:
-    """Return whether a version with these shifts may be published.
+def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> tuple[Json, str | None]:
+    """Return gauges, and why a version with these shifts must not be published; None where it may.
 
     A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by
     `NUM_STANDARD_ERRORS` standard errors. A version that gives a session no finite logprob is refused in any case: a
@@ -141,7 +131,7 @@ def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> GateResult:
             f"the logprobs of {len(broken)} of {len(shifts)} sessions are not finite under these weights: "
             f"{_named(broken[:NUM_NAMED])}"
         )
-        return GateResult(gauges={"gate_num_not_finite": len(broken)}, reason=reason)
+        return {"gate_num_not_finite": len(broken)}, reason
     good = [shift for shift in shifts if shift.is_good]
     bad = [shift for shift in shifts if shift.is_good is False]
     kept, kept_error = _mean([shift.nats for shift in good])
@@ -157,7 +147,7 @@ def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> GateResult:
             f"good replies of {len(good)} sessions are {-kept:.3g} nats a token less likely than when they "
             f"were sampled; the limit is {rule.gate_drop:g} (gate_drop). What fell most: {_named(worst)}"
         )
-        return GateResult(gauges=gauges, reason=reason)
+        return gauges, reason
     error = math.hypot(kept_error, rise_error)
     if min(len(good), len(bad)) > 1 and rise - kept - NUM_STANDARD_ERRORS * error > rule.gate_drop:
         worst = sorted(bad, key=lambda shift: -shift.nats)[:NUM_NAMED]
@@ -165,8 +155,8 @@ def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> GateResult:
             f"replies of {len(bad)} bad sessions gained {rise - kept:.3g} nats a token on those of "
             f"{len(good)} good ones; the limit is {rule.gate_drop:g} (gate_drop). What rose most: {_named(worst)}"
         )
-        return GateResult(gauges=gauges, reason=reason)
-    return GateResult(gauges=gauges)
+        return gauges, reason
+    return gauges, None
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

@@ -83,7 +83,6 @@ def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach
 
 
 def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return what gets no adapter by default, with the reasons."""
     parameters = model.get_decoder().named_parameters()
     fused = {name.rpartition(".")[2] for name, each in parameters if each.ndim == 3 and ".experts." in name}
     left_out = dict.fromkeys(fused, "experts that share one tensor")

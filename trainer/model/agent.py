@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
 from trainer.algorithms.trial import try_algorithm
 from trainer.batch.batch import Batch, Reals, Row, pack, row_processors
-from trainer.batch.forest import Forest
+from trainer.batch.forest import side_by_side
 from trainer.batch.ratios import Gauges, TrainedTokens
 from trainer.model.adapters import Adapter
 from trainer.model.critic import Critic
@@ -33,12 +34,14 @@ from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
 
-
 NO_SHARDED_CRITIC = (
     "algorithm={!r} trains its critic in one process: set multi_devices=false, or an algorithm without a critic"
 )
 RECOMPUTED = "from now on activations are recomputed, as gradient_checkpointing=true does from the start"
 SHORTEST_ROW = 16
+
+RowData = tuple[RowInputs, functools.partial[TrainedTokens]]
+"""A row's inputs, and its tokens but for what the model computes of them."""
 
 
 class PolicyAgent:
@@ -105,10 +108,8 @@ class PolicyAgent:
         return self.policy.device.type == "cuda" and self.world.size == 1
 
     def _fits(self, num_tokens: int, reserved_bytes: int) -> bool:
-        forest = Forest()
-        forest.insert(np.arange(num_tokens, dtype=np.int32) % self.policy.config.vocab_size)
-        places = np.arange(num_tokens)
-        row = Row(layout=forest.lay_out(), predictor=places, token=places)
+        layout, (places,) = side_by_side([np.arange(num_tokens, dtype=np.int32) % self.policy.config.vocab_size])
+        row = Row(layout=layout, predictor=places, token=places)
         try:
             reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.policy.device)
             inputs = self.policy.inputs(row, torch.ones(num_tokens), torch.zeros(num_tokens))
@@ -147,16 +148,6 @@ class PolicyAgent:
         if self.critic is not None:
             self.critic.load()
 
-    def proximal_logprobs(self, batch: Batch, members: Sequence[int]) -> Reals | None:
-        """Return the logprobs of the trained tokens under the present weights; None where no ratio needs them. [M].
-
-        Raises:
-            OutOfMemory: A single chain, or pair, does not fit into memory.
-        """
-        if not self.algorithm.needs_proximal:
-            return None
-        return self.logprobs_of(batch, members)
-
     def logprobs_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the logprobs of the members' sampled tokens under the present weights, 0 for the other tokens. [M].
 
@@ -181,9 +172,6 @@ class PolicyAgent:
         replay = self.policy.replay
         reason = None if replay is None else replay.refusal(experience)
         return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"
-
-    def export(self) -> dict[str, Tensor]:
-        return self.policy.trained_state()
 
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the critic's values of the members' trained tokens, 0 for the other tokens. [M].
@@ -264,7 +252,7 @@ class PolicyAgent:
     ) -> tuple[Gauges, Reals]:
         """Add the gradient of these experiences' loss to the parameters, row by row; return gauges and logprobs. [M].
 
-        `proximal` is of `proximal_logprobs`.
+        `proximal` has the logprobs under the weights at the start of the batch, where a ratio needs them. [M]
         """
         if self.policy.replay is not None:
             self.policy.replay.check(batch, members)
@@ -282,7 +270,7 @@ class PolicyAgent:
         for number, ((row, counts), data) in enumerate(ahead(own, prepare), 1):
             self.policy.sync_gradients(is_wanted=self._memory.syncs_every_row or number == len(own))
             with self._reporting_memory(batch, row):
-                every = self._tokens(data)
+                every = self._tokens(*data)
                 tokens, imported = parts(every)
                 loss = loss_of(tokens, self.algorithm)
                 if imported is not None and self.algorithm.imitation is not None:
@@ -300,24 +288,11 @@ class PolicyAgent:
         gauges.reduce(self.world)
         return gauges, self.world.sum(logprobs).cpu().numpy()
 
-    def _tokens(self, data: RowData) -> TrainedTokens:
-        logprobs, entropy, values = self._outputs_of(data.inputs, with_values=data.old_values is not None)
-        return TrainedTokens(
-            logprobs=logprobs,
-            entropy=entropy,
-            behaviour=data.behaviour,
-            advantages=data.advantages,
-            weights=data.weights,
-            sequence=data.sequence,
-            proximal=data.proximal,
-            reference=self._reference_logprobs(data.inputs) if self.algorithm.needs_reference else None,
-            values=values,
-            old_values=None if values is None else data.old_values,
-            returns=None if values is None else data.returns,
-            is_imported=data.is_imported,
-            pair=data.pair,
-            chosen=data.chosen,
-        )
+    def _tokens(self, inputs: RowInputs, known: functools.partial[TrainedTokens]) -> TrainedTokens:
+        with_values = known.keywords["old_values"] is not None
+        logprobs, entropy, values = self._outputs_of(inputs, with_values=with_values)
+        reference = self._reference_logprobs(inputs) if self.algorithm.needs_reference else None
+        return known(logprobs=logprobs, entropy=entropy, reference=reference, values=values)
 
     def _outputs_of(self, inputs: RowInputs, *, with_values: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.critic is None or not with_values:
@@ -360,31 +335,13 @@ def _full(tensor: Tensor) -> Tensor:
     return full() if full is not None else tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowData:
-    """A row's inputs, and the columns of `TrainedTokens` that do not come from the model."""
-
-    inputs: RowInputs
-    behaviour: Tensor
-    advantages: Tensor
-    weights: Tensor
-    sequence: Tensor
-    proximal: Tensor | None
-    old_values: Tensor | None
-    returns: Tensor | None
-    pair: Tensor
-    chosen: Tensor
-    is_imported: Tensor | None
-    """True for tokens of imported sessions that are mixed in; None where the batch has none. [m]"""
-
-
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
     temperature = torch.from_numpy(batch.table.temperature[row.token])
     return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]), row_processors(batch, row))
 
 
 def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> RowData:
-    """Return a row's data; may be called in a thread while another row is computed.
+    """Return a row's inputs and tokens; may be called in a thread while another row is computed.
 
     `weights` and `proximal` are of each token of the table. [M]
     """
@@ -392,14 +349,14 @@ def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: R
     members, sequence = np.unique(table.experience[row.token], return_inverse=True)
     _, pair = np.unique(np.array(batch.unit_of)[members], return_inverse=True)
 
-    def column(values: npt.NDArray[np.generic] | None) -> Tensor | None:
-        return None if values is None else on_device(torch.from_numpy(values[row.token]), policy.device)
-
     def present(values: npt.NDArray[np.generic]) -> Tensor:
         return on_device(torch.from_numpy(values), policy.device)
 
-    return RowData(
-        inputs=inputs_of(policy, batch, row),
+    def column(values: npt.NDArray[np.generic] | None) -> Tensor | None:
+        return None if values is None else present(values[row.token])
+
+    known = functools.partial(
+        TrainedTokens,
         behaviour=present(table.behaviour[row.token]),
         advantages=present(table.advantages[row.token]),
         weights=present(weights[row.token]),
@@ -411,3 +368,4 @@ def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: R
         chosen=present(np.array(batch.chosen)[members]),
         is_imported=column(table.experience >= batch.num_sampled if batch.has_imported else None),
     )
+    return inputs_of(policy, batch, row), known

@@ -65,14 +65,9 @@ class RowPart:
     def length(self) -> int:
         return int(np.diff(self.bounds).max())
 
-    def padded(self, values: Indices) -> Indices:
-        padded = np.zeros(self.length, np.int64)
+    def padded(self, values: Indices, fill: int) -> Indices:
+        padded = np.full((self.length, *values.shape[1:]), fill, np.int64)
         padded[: self.stop - self.start] = values[self.start : self.stop]
-        return padded
-
-    def padded_routing(self, routing: Indices) -> Indices:
-        padded = np.full((self.length, *routing.shape[1:]), -1, np.int64)
-        padded[: self.stop - self.start] = routing[self.start : self.stop]
         return padded
 
     def own_places(self) -> Indices:
@@ -115,13 +110,23 @@ def register_attention(group: ContextGroup, implementation: str) -> str:
     return name
 
 
-def spread(values: Tensor, index: Tensor, count: int, group: ContextGroup) -> Tensor:
-    """Return the values of all processes' trained tokens. [own] to [count].
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """The trained tokens of a row that one process of a context computes."""
+
+    index: Tensor
+    """[m]"""
+    count: int
+    group: ContextGroup
+
+
+def spread(values: Tensor, share: Share) -> Tensor:
+    """Return the values of all processes' trained tokens. [m] to [count].
 
     Each process computes the same loss from all of them, so the backward pass keeps only the gradients of its own
     tokens.
     """
-    return cast("Tensor", _Spread.apply(values, index, count, group.group))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Spread.apply(values, share.index, share.count, share.group.group))  # type: ignore[no-untyped-call]
 
 
 class _Spread(torch.autograd.Function):
@@ -244,11 +249,8 @@ class Division:
         """Return this process's context; None where each process computes its own rows."""
         if self.context == 1:
             return None
-        return ContextGroup(context_group(self.tensor, self.context), self._context_rank, self.context)
-
-    @property
-    def _context_rank(self) -> int:
-        return dist.get_rank() // self.tensor % self.context
+        rank = dist.get_rank() // self.tensor % self.context
+        return ContextGroup(context_group(self.tensor, self.context), rank, self.context)
 
 
 def check_divisible(config: Any, tensor: int) -> None:

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from trainer.batch.batch import Row
 from trainer.batch.forest import Layout, block_mask, dense_mask
 from trainer.batch.processors import Processing, RowProcessors
-from trainer.model.division import RowPart
+from trainer.model.division import RowPart, Share
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -67,42 +67,6 @@ class RowImages:
     """Which feature each place gets. [P]"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
-    """The trained tokens of a row that one process of a context computes."""
-
-    index: Tensor
-    """[m]"""
-    count: int
-
-
-def part_inputs(
-    row: Row,
-    temperature: Tensor,
-    target: Tensor,
-    processors: RowProcessors | None,
-    attention: str,
-    device: torch.device,
-    part: RowPart,
-) -> RowInputs:
-    own = np.flatnonzero((row.predictor >= part.start) & (row.predictor < part.stop))
-    processors = None if processors is None else processors.of(own)
-    places = torch.from_numpy(row.predictor[own] - part.start)
-    distinct, which, processing = _distinct([places, temperature[own]], processors, device)
-    return RowInputs(
-        tokens=on_device(torch.from_numpy(part.padded(row.layout.tokens.astype(np.int64)))[None], device),
-        positions=on_device(torch.from_numpy(part.padded(row.layout.positions))[None], device),
-        mask=part.mask(attention, device),
-        keep=on_device(distinct[0].long(), device),
-        which=on_device(which, device),
-        target=on_device(target[own].long(), device),
-        temperature=on_device(distinct[1].float(), device),
-        processing=processing,
-        routing=None if row.routing is None else on_device(torch.from_numpy(part.padded_routing(row.routing)), device),
-        share=Share(on_device(torch.from_numpy(own), device), len(row.predictor)),
-    )
-
-
 def row_inputs(
     row: Row,
     temperature: Tensor,
@@ -110,28 +74,43 @@ def row_inputs(
     processors: RowProcessors | None,
     attention: str,
     device: torch.device,
+    part: RowPart | None = None,
     *,
     shares: bool = True,
 ) -> RowInputs:
     """Return a row's tensors; `temperature` and `target` are those of each trained token, [m].
 
-    The name of the implementation of `attention` decides the kind of mask. Without `shares` the model cannot compute
-    a forest as one sequence, so nothing is shared in the row.
+    The name of the implementation of `attention` decides the kind of mask. `part` is what this process computes of the
+    row; None for all of it. Without `shares` the model cannot compute a forest as one sequence, so nothing is shared in
+    the row.
     """
-    if not (shares or row.layout.is_one_sequence):
+    layout, predictor, routing, share = row.layout, row.predictor, row.routing, None
+    if part is None and not (shares or layout.is_one_sequence):
         return _in_lanes(row, temperature, target, processors, device)
+    tokens, positions = layout.tokens.astype(np.int64), layout.positions
+    if part is None:
+        mask = None if layout.is_one_sequence else _mask(layout, attention, device)
+    else:
+        mask = part.mask(attention, device)
+        own = np.flatnonzero((predictor >= part.start) & (predictor < part.stop))
+        share = Share(on_device(torch.from_numpy(own), device), len(predictor), part.group)
+        predictor, temperature, target = predictor[own] - part.start, temperature[own], target[own]
+        processors = None if processors is None else processors.of(own)
+        tokens, positions = part.padded(tokens, 0), part.padded(positions, 0)
+        routing = None if routing is None else part.padded(routing, -1)
     # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
-    distinct, which, processing = _distinct([torch.from_numpy(row.predictor), temperature], processors, device)
+    distinct, which, processing = _distinct([torch.from_numpy(predictor), temperature], processors, device)
     return RowInputs(
-        tokens=on_device(torch.from_numpy(row.layout.tokens.astype(np.int64))[None], device),
-        positions=on_device(torch.from_numpy(row.layout.positions)[None], device),
-        mask=None if row.layout.is_one_sequence else _mask(row.layout, attention, device),
+        tokens=on_device(torch.from_numpy(tokens)[None], device),
+        positions=on_device(torch.from_numpy(positions)[None], device),
+        mask=mask,
         keep=on_device(distinct[0].long(), device),
         which=on_device(which, device),
         target=on_device(target.long(), device),
         temperature=on_device(distinct[1].float(), device),
         processing=processing,
-        routing=None if row.routing is None else on_device(torch.from_numpy(row.routing), device),
+        routing=None if routing is None else on_device(torch.from_numpy(routing), device),
+        share=share,
     )
 
 

@@ -1,8 +1,12 @@
-"""Loading a causal LM with transformers, whole or as an empty skeleton that is sharded before its weights arrive.
+"""Loading a causal LM with transformers, whole or as a skeleton without weights, and what a version of it holds.
 
 With several processes only the first one loads the base model. The others build it without memory for its weights
 (on the meta device) and receive their shards. Buffers, such as the frequencies of rotary embeddings, are always real:
 no checkpoint contains them.
+
+Engines start with the base model and load a version into it, or start with the version. So a version of whole weights
+has the names of the base model's files, and also the tensors that transformers does not load, such as those that
+predict several tokens. A model that transformers would write under other names is refused before it is trained.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ import importlib.util
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -27,6 +31,7 @@ from trainer.model.adapters import reach_of
 from trainer.model.traits import why_alone
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
+from turnwise.version_directory import local_files, weight_files
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -64,17 +69,9 @@ DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
 """How weights may be quantised under an adapter: transformers computes with what they stand for."""
 NOT_RELOADED = ("gpt_oss",)
 """Types of models of which vLLM keeps experts and attention sinks that it started with, whatever it loads later."""
+HEAD = "lm_head.weight"
 WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one model, or a model's id"
 MAX_REASON = 500
-STATE_BYTES = 16
-"""A trained parameter has a weight, a gradient and two moments in float32."""
-FROZEN_BYTES = 4
-ROW_TOKENS = 8192
-ACTIVATIONS_OF_LAYER = 80
-"""Bytes that a transformer layer keeps for the backward pass, per token and unit of its hidden size: as measured with
-bfloat16 autocast of float32 weights at 0.6B, and more than the 65 at 1.7B."""
-GRADIENT_BYTES = 4
-"""Each of several processes has the gradient of every parameter: FSDP keeps it until the last row of a step."""
 
 
 def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
@@ -183,10 +180,15 @@ def _flex_attention(
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **options)
 
 
-def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
-    """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA."""
+def _trainable_config(spec: TrainerSettings) -> Any:
     config = read_config(spec.model)
     check_trainable(config, spec)
+    return config
+
+
+def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
+    """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA."""
+    config = _trainable_config(spec)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
         model = model_class(config).from_pretrained(
             spec.model, config=config, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
@@ -196,8 +198,7 @@ def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
 
 def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
     """Return the same model with weights on the meta device and real buffers."""
-    config = read_config(spec.model)
-    check_trainable(config, spec)
+    config = _trainable_config(spec)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), _weights_on_meta():
         model = model_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
         return _prepared(model, spec)
@@ -247,8 +248,7 @@ def described(spec: TrainerSettings) -> dict[str, str]:
         BadCheckpoint: There is no such model, or transformers does not know it.
         SettingsError: It cannot be trained with these settings.
     """
-    config = read_config(spec.model)
-    check_trainable(config, spec)
+    config = _trainable_config(spec)
     reason = why_alone(config.get_text_config())
     rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), torch.device("meta"):
@@ -259,11 +259,7 @@ def described(spec: TrainerSettings) -> dict[str, str]:
 
 
 def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
-    """Return the model in training mode without noise, with an adapter for LoRA; a wrapper's other parts are frozen.
-
-    Raises:
-        SettingsError: A name in `lora_targets` is of no layer of the model, or there is no layer for an adapter.
-    """
+    """Return the model in training mode without noise, with an adapter for LoRA; a wrapper's other parts are frozen."""
     if spec.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
 
@@ -334,44 +330,6 @@ def _weights_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def needs_checkpointing(model: nn.Module, device: torch.device) -> bool:
-    """Return whether training the model would not fit into the device's free memory without checkpointing."""
-    if device.type != "cuda":
-        return False
-    free, _ = torch.cuda.mem_get_info(device)
-    # Weights that are on the device already are not in `free`, and those of an empty model are sharded.
-    shards = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return memory_of_training(model, shards) > free + _bytes_on(model, device)
-
-
-def memory_of_training(model: nn.Module, num_shards: int = 1) -> int:
-    """Return an estimate of the bytes that each process needs.
-
-    They are its share of weights and optimizer, the gradient that several processes keep whole, and the activations of
-    a row.
-    """
-    config: Any = base_of(model).config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    state = (STATE_BYTES * trained + FROZEN_BYTES * frozen) // num_shards
-    whole_gradient = GRADIENT_BYTES * trained if num_shards > 1 else 0
-    activations = ACTIVATIONS_OF_LAYER * ROW_TOKENS * int(text.hidden_size) * int(text.num_hidden_layers)
-    return state + whole_gradient + activations
-
-
-def least_bytes(spec: TrainerSettings, num_parameters: int, num_processes: int) -> int:
-    """Return what each process needs on its GPU at least: weights, gradients and moments, without any activations."""
-    weight = torch.finfo(getattr(torch, spec.weights_dtype)).bits // 8
-    if spec.kind is PolicyKind.LORA:
-        each = float(weight)
-    else:
-        masters = {"device": 8 if weight == GRADIENT_BYTES else 12, "8bit": 2, "host": 0}[spec.optimizer_state]
-        each = 2 * weight + masters
-    whole_gradient = GRADIENT_BYTES if num_processes > 1 and spec.kind is PolicyKind.FULL else 0
-    return int(num_parameters * (each * spec.replicas / num_processes + whole_gradient))
-
-
 def checkpoint_layers(model: nn.Module) -> None:
     base = base_of(model)
     base.gradient_checkpointing_enable({"use_reentrant": False})
@@ -396,7 +354,52 @@ def use_liger(model: Any) -> None:
         )
 
 
-def _bytes_on(model: nn.Module, device: torch.device) -> int:
-    return sum(
-        parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter.device == device
-    )
+def by_published_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names in a checkpoint, where each expert, for example, has tensors of its own."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    contiguous = {name: value.contiguous() for name, value in weights.items()}
+    return cast("dict[str, Tensor]", revert_weight_conversion(model, contiguous))
+
+
+def check_names(model: Any, weights: Mapping[str, Tensor], base: str) -> None:
+    """Refuse a model whose versions would have other names than its own files.
+
+    Args:
+        model: The model that transformers loaded.
+        weights: What a version would hold; the values do not matter.
+        base: Directory or id of the model.
+
+    Raises:
+        SettingsError: They would.
+    """
+    known = _files_of(base)
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in weights.items()}
+    if known and (strange := by_published_names(model, empty).keys() - known.keys() - {HEAD}):
+        raise SettingsError(
+            f"transformers writes {len(strange)} tensors of {base!r} under names that its files do not have, such as "
+            f"{min(strange)!r}, and an engine that serves those files would not load them: save the model with "
+            "transformers first and serve the result, or set kind='lora'"
+        )
+
+
+def carried(model: Any, published: Mapping[str, Tensor], base: str) -> dict[str, Tensor]:
+    """Return the tensors of the base model's files that are in no version otherwise, without a head that is tied."""
+    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    rest = {name: file for name, file in _files_of(base).items() if name not in published}
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(rest.values())):
+        with safe_open(file, "pt") as opened:
+            names = [name for name, place in rest.items() if place == file and not (is_tied and name.endswith(HEAD))]
+            found.update({name: opened.get_tensor(name) for name in names})
+    return found
+
+
+def _files_of(base: str) -> dict[str, str]:
+    """Return the file of each tensor of a model; empty where its files are no safetensors."""
+    directory = local_files(base)
+    found: dict[str, str] = {}
+    for path in [] if directory is None else weight_files(directory):
+        with safe_open(path, "pt") as opened:
+            found.update(dict.fromkeys(opened.keys(), str(path)))
+    return found

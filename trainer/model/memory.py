@@ -1,4 +1,4 @@
-"""Rows that do not fit into memory: what is tried before data is left out, and what is kept of it across restarts.
+"""The memory that training needs, what is tried where a row does not fit, and what is kept of it across restarts.
 
 In this order: activations are recomputed in the backward pass, several processes reduce the gradient after each row,
 rows become shorter. Only then is a chain left out. A single process catches a row that does not fit, and goes on.
@@ -12,14 +12,32 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from trainer.model.loading import base_of
 from turnwise.files import write_whole
+from turnwise.types import PolicyKind
+
+if TYPE_CHECKING:
+    from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
 FILE = "memory_limits.json"
 """In `policies_dir`. Delete it after a change of hardware or settings that leaves more memory."""
 OUT_OF_MEMORY = "out_of_memory"
+STATE_BYTES = 16
+"""A trained parameter has a weight, a gradient and two moments in float32."""
+FROZEN_BYTES = 4
+ROW_TOKENS = 8192
+ACTIVATIONS_OF_LAYER = 80
+"""Bytes that a transformer layer keeps for the backward pass, per token and unit of its hidden size: as measured with
+bfloat16 autocast of float32 weights at 0.6B, and more than the 65 at 1.7B."""
+GRADIENT_BYTES = 4
+"""Each of several processes has the gradient of every parameter: FSDP keeps it until the last row of a step."""
 
 
 class OutOfMemory(Exception):
@@ -81,3 +99,47 @@ def note_out_of_memory(directory: Path, error: OutOfMemory, *, is_pairs: bool) -
 
 def _smaller(limit: int | None, found: int) -> int:
     return max(found if limit is None else min(limit, found), 2)
+
+
+def needs_checkpointing(model: nn.Module, device: torch.device) -> bool:
+    """Return whether training the model would not fit into the device's free memory without checkpointing."""
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    # Weights that are on the device already are not in `free`, and those of an empty model are sharded.
+    shards = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return memory_of_training(model, shards) > free + _bytes_on(model, device)
+
+
+def memory_of_training(model: nn.Module, num_shards: int = 1) -> int:
+    """Return an estimate of the bytes that each process needs.
+
+    They are its share of weights and optimizer, the gradient that several processes keep whole, and the activations of
+    a row.
+    """
+    config: Any = base_of(model).config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    state = (STATE_BYTES * trained + FROZEN_BYTES * frozen) // num_shards
+    whole_gradient = GRADIENT_BYTES * trained if num_shards > 1 else 0
+    activations = ACTIVATIONS_OF_LAYER * ROW_TOKENS * int(text.hidden_size) * int(text.num_hidden_layers)
+    return state + whole_gradient + activations
+
+
+def least_bytes(spec: TrainerSettings, num_parameters: int, num_processes: int) -> int:
+    """Return what each process needs on its GPU at least: weights, gradients and moments, without any activations."""
+    weight = torch.finfo(getattr(torch, spec.weights_dtype)).bits // 8
+    if spec.kind is PolicyKind.LORA:
+        each = float(weight)
+    else:
+        masters = {"device": 8 if weight == GRADIENT_BYTES else 12, "8bit": 2, "host": 0}[spec.optimizer_state]
+        each = 2 * weight + masters
+    whole_gradient = GRADIENT_BYTES if num_processes > 1 and spec.kind is PolicyKind.FULL else 0
+    return int(num_parameters * (each * spec.replicas / num_processes + whole_gradient))
+
+
+def _bytes_on(model: nn.Module, device: torch.device) -> int:
+    return sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter.device == device
+    )

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from trainer.batch.batch import Row
 from trainer.batch.logprobs import OutputLayer, linear_logprobs, selected_logprobs
@@ -32,23 +33,25 @@ from trainer.model.division import (
     register_attention,
     spread,
 )
-from trainer.model.inputs import RowInputs, part_inputs, row_inputs
+from trainer.model.inputs import RowInputs, row_inputs
 from trainer.model.loading import (
     allocate,
     bad_checkpoint,
     base_of,
+    by_published_names,
+    carried,
+    check_names,
     checkpoint_layers,
     choose_attention,
     copy_tokenizer,
     empty_model,
     has_liger,
     load_model,
-    needs_checkpointing,
     register_flex_attention,
     tied_names,
     use_liger,
 )
-from trainer.model.published import by_published_names, carried, check_names
+from trainer.model.memory import needs_checkpointing
 from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import check_repeatable, measured_alone, why_alone
 from trainer.model.vision import Vision
@@ -238,11 +241,14 @@ class Policy:
 
     def operations(self, row: Row) -> float:
         """Return the floating point operations of a row's forward and backward pass; small terms are left out."""
-        config = self.config
-        width = _attention_width(config)
         pairs = float((row.layout.positions + 1).sum())
-        attention = 12.0 * float(config.num_hidden_layers * width) * pairs
-        return 6.0 * self._num_weights * len(row.layout.tokens) + attention
+        return 6.0 * self._num_weights * len(row.layout.tokens) + self._operations_of_pair() * pairs
+
+    def _operations_of_pair(self) -> float:
+        """Return what a token's attention to one of its ancestors costs."""
+        config = self.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 12.0 * float(config.num_hidden_layers * config.num_attention_heads * int(width))
 
     def sync_gradients(self, *, is_wanted: bool) -> None:
         if self.mesh_axis is not None:
@@ -267,22 +273,17 @@ class Policy:
         self, row: Row, temperature: Tensor, target: Tensor, processors: RowProcessors | None = None
     ) -> RowInputs:
         """Return a row's tensors on the device; may be called in a thread while another row is computed."""
-        tokens = row, temperature, target, processors
-        if self._context is None:
-            inputs = row_inputs(*tokens, self.attention, self.device, shares=self.why_alone is None)
-            return self._with_images(row, inputs) if row.pictured else inputs
-        config = self.config
-        attention = 12.0 * config.num_hidden_layers * _attention_width(config)
-        part = part_of(row.layout, self._context, attention / (6.0 * self._num_weights))
-        return part_inputs(*tokens, self.attention, self.device, part)
-
-    def _with_images(self, row: Row, inputs: RowInputs) -> RowInputs:
+        part, shares = None, self.why_alone is None
+        if self._context is not None:
+            part = part_of(row.layout, self._context, self._operations_of_pair() / (6.0 * self._num_weights))
+        inputs = row_inputs(row, temperature, target, processors, self.attention, self.device, part, shares=shares)
+        if not row.pictured:
+            return inputs
         if self.vision is None:
             raise BatchRefused(f"a row has images, and {NO_VISION.format(self.spec.model)}")
         return self.vision.placed(row, inputs)
 
     def why_unseen(self, experience: Experience) -> str | None:
-        """Return why the images of a chain cannot be computed; None where they can."""
         if self.vision is None:
             return f"media_model: {NO_VISION.format(self.spec.model)}"
         return self.vision.why_unseen(experience, self._plain_logprobs)
@@ -293,10 +294,9 @@ class Policy:
             found = selected_logprobs(self._output(inputs), *_places(inputs))
         else:
             found = self._from_hidden(self._head, self._hidden_states(self._head, inputs), inputs)
-        if self._context is None or inputs.share is None:
+        if inputs.share is None:
             return found
-        index, count = inputs.share.index, inputs.share.count
-        return spread(found[0], index, count, self._context), spread(found[1], index, count, self._context)
+        return spread(found[0], inputs.share), spread(found[1], inputs.share)
 
     def logprobs_and_hidden(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same with the hidden state before each trained token, [m, H], of one forward pass."""
@@ -403,8 +403,6 @@ class Policy:
 
         All processes call this in step; in all but the first one it is empty.
         """
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
         trained_only = self.spec.kind is PolicyKind.LORA
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
         state = cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
@@ -416,8 +414,6 @@ class Policy:
         if self.mesh_axis is None:  # the functions for sharded models take seconds
             left_out = {n for n, value in self.model.named_parameters() if is_adapter and not value.requires_grad}
             return {name: value for name, value in self.model.state_dict().items() if name not in left_out}
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
         return get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=is_adapter))
 
     def load_shards(self, shards: dict[str, Any]) -> None:
@@ -427,14 +423,10 @@ class Policy:
         if self.mesh_axis is None:
             self.model.load_state_dict(shards, strict=is_whole)
             return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
         set_model_state_dict(self.model, shards, options=StateDictOptions(strict=is_whole))
 
     def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
         """Load what `trained_state` returned; with `from_first`, the first process sends it to the others."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
         is_whole = self.spec.kind is PolicyKind.FULL
         options = StateDictOptions(full_state_dict=True, strict=is_whole, broadcast_from_rank0=from_first)
         with bad_checkpoint(f"the trainer's state does not fit {self.spec.model!r}"):
@@ -497,8 +489,3 @@ def resolve_device(name: str) -> torch.device:
 def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
     is_coarse = name == "bfloat16" or (name == "auto" and device.type == "cuda")
     return torch.bfloat16 if is_coarse else torch.float32
-
-
-def _attention_width(config: Any) -> int:
-    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_attention_heads * own)

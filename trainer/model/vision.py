@@ -170,7 +170,7 @@ class Vision:
         return f"media_model: {self._source!r} computes images in another way, which differs by {gap:.2g} nats a token"
 
     def _features(self, pixels: Pixels) -> list[Tensor]:
-        """Return an image's embeddings, and for a model with a deep stack what is added in each of its first layers."""
+        """Return an image's embeddings, and for a model with a deep stack what each of its first layers adds."""
         found = self._model.get_image_features(**pixels, return_dict=True)
         return [_joined(each) for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
 
@@ -201,11 +201,7 @@ class Vision:
         return on_device(positions.view(3, *inputs.tokens.shape), self._device)
 
     def _pixels(self, image: PlacedImage) -> Pixels:
-        """Return what the model's processor makes of an image.
-
-        Raises:
-            Unseen: It cannot be read, or the engine's processor made something else of it.
-        """
+        """Return what the model's processor makes of an image; raise `Unseen` where it is not what the engine saw."""
         key = _key(image)
         if key in self._pixels_of:
             return self._pixels_of[key]

@@ -9,30 +9,52 @@ stands in the ledger, so who can read the ledger can ask for weights. Training d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trainer.publish.checkpoint import HeldVersions
 from trainer.settings import TrainerSettings
-from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed
+from turnwise.engine_plugin.channel import (
+    CHUNK_BYTES,
+    Channel,
+    Rendezvous,
+    TensorLayout,
+    TransferFailed,
+    checksum_of,
+)
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 16
+MOST_HELD = 2
+"""Versions that stay in memory; engines get older ones from their directories."""
 MOST_TRANSFERS = 64
 SILENCE_SECONDS = 60.0
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A version in memory."""
+
+    layout: TensorLayout
+    buffer: Tensor
+    """All weights. [layout.num_bytes], uint8"""
+    checksum: str
+    probe: Json | None
+    """A text and its logprobs under these weights, as in a manifest; None without one."""
 
 
 class Transfer:
@@ -72,7 +94,8 @@ class WeightServer:
 
     def __init__(self, rule: TrainerSettings) -> None:
         self._rule = rule
-        self.held = HeldVersions()
+        self._held: dict[int, HeldVersion] = {}
+        self._lock = threading.Lock()
         self._transfers: dict[str, Transfer] = {}
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
@@ -85,12 +108,26 @@ class WeightServer:
         host = f"[{rule.weight_host}]" if ":" in rule.weight_host else rule.weight_host
         self.url = f"http://{host}:{self._http.server_address[1]}/{self._key}"
 
+    def hold(self, version: int, weights: Mapping[str, Tensor], probe: Json | None) -> bool:
+        """Copy a version; return False where a weight is not finite."""
+        if not all(bool(torch.isfinite(value.sum(dtype=torch.float32))) for value in weights.values()):
+            return False
+        layout = TensorLayout.of(weights)
+        buffer = layout.pack(weights)
+        held = HeldVersion(layout, buffer, checksum_of(buffer), probe)
+        with self._lock:
+            self._held[version] = held
+            for old in sorted(self._held)[:-MOST_HELD]:
+                del self._held[old]
+        return True
+
+    def find(self, version: int) -> HeldVersion | None:
+        with self._lock:
+            return self._held.get(version)
+
     @contextlib.contextmanager
     def engines_asleep(self) -> Iterator[None]:
         """Let the proxy bring engines to sleep for the block, and wait until they sleep."""
-        if not self._rule.engine_sleep_level:
-            yield
-            return
         self._sleeping.clear()
         self._sleep_level = int(self._rule.engine_sleep_level)
         try:
@@ -132,7 +169,7 @@ class WeightServer:
         return HTTPStatus.NOT_FOUND, {"error": "no such page"}
 
     def _describe(self, version: int) -> tuple[HTTPStatus, Json]:
-        held = self.held.find(version)
+        held = self.find(version)
         if held is None:
             return _not_held(version)
         return HTTPStatus.OK, {"version": version, "num_bytes": held.layout.num_bytes, "probe": held.probe}
@@ -141,7 +178,7 @@ class WeightServer:
         version, num_workers = body.get("version"), body.get("num_workers")
         if not isinstance(version, int) or not isinstance(num_workers, int) or num_workers < 1:
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": f"version and num_workers must be numbers, not {body!r}"}
-        held = self.held.find(version)
+        held = self.find(version)
         if held is None:
             return _not_held(version)
         rendezvous = Rendezvous(self._rule.weight_host, SILENCE_SECONDS)

@@ -61,7 +61,7 @@ def shifts(good, bad):
     ],
 )
 def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_standard_errors(good, bad, words):
-    reason = judge(shifts(good, bad), TrainerSettings(gate_drop=0.1)).reason
+    _, reason = judge(shifts(good, bad), TrainerSettings(gate_drop=0.1))
     assert reason is None if words is None else words in reason
 
 
@@ -70,13 +70,13 @@ def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_st
 def test_a_version_without_finite_logprobs_falls(nats, is_good):
     """A mean that is NaN is not below any limit, and the standard error of an infinite value is NaN."""
     found = [*shifts([0.1, 0.2], [0.0]), Shift(name="broken", is_good=is_good, nats=nats)]
-    result = judge(found, TrainerSettings())
-    assert result.reason.startswith("the logprobs of 1 of 4 sessions are not finite under these weights: broken ")
-    assert result.gauges == {"gate_num_not_finite": 1}
+    gauges, reason = judge(found, TrainerSettings())
+    assert reason.startswith("the logprobs of 1 of 4 sessions are not finite under these weights: broken ")
+    assert gauges == {"gate_num_not_finite": 1}
 
 
 def test_a_refusal_names_the_sessions_that_fell_most():
-    reason = judge(shifts([-0.3, -0.9, -0.5], []), TrainerSettings()).reason
+    _, reason = judge(shifts([-0.3, -0.9, -0.5], []), TrainerSettings())
     assert reason.endswith("What fell most: good-1 -0.90, good-2 -0.50, good-0 -0.30")
 
 

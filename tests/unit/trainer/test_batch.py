@@ -200,7 +200,7 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, algorithm):
     total = 0.0
     rows = pack(batch, range(len(experiences)), row_tokens)
     for row in rows:
-        loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None)), agent.algorithm)
+        loss = loss_of(agent._tokens(*row_data(policy, batch, row, weights, None)), agent.algorithm)
         loss.backward()
         total += loss.item()
     gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])
@@ -233,7 +233,7 @@ def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, TrainerSettings(algorithm={"correction": "tis"}, row_tokens=90))
-    logprobs = agent.proximal_logprobs(batch, range(len(batch.experiences)))
+    logprobs = agent.logprobs_of(batch, range(len(batch.experiences)))
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 
 
