@@ -144,19 +144,20 @@ def stale_part(
     loaded = {name for name in model.state_dict() if policy.kind is PolicyKind.FULL or ".lora_" in name}
     new = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in loaded}
     answer = torch.tensor(logprobs)
-    gap = _gap(model, probe, positions, answer)
-    nearest = min(
-        (
-            (_gap_with(model, new, old.state_dict(), names, probe, positions, answer), part)
-            for part, names in _parts(new)
-        ),
-        key=lambda found: found[0],
-    )
-    if nearest[0] > EXPLAINED * gap:
+    older_state = old.state_dict()
+    gap, gaps = _gap(model, probe, positions, answer), list[tuple[float, str]]()
+    for part, names in _parts(new):
+        # An adapter had none of the tensors before.
+        before = {name: older_state.get(name, torch.zeros_like(new[name])) for name in names}
+        model.load_state_dict(before, strict=False)
+        gaps.append((_gap(model, probe, positions, answer), part))
+        model.load_state_dict({name: new[name] for name in names}, strict=False)
+    nearest, part = min(gaps, key=lambda found: found[0])
+    if nearest > EXPLAINED * gap:
         return None
     return (
-        f"the engine has {nearest[1]} of version {older.version}: with it the files give the engine's logprobs within "
-        f"{nearest[0]:.2g} nats, with version {policy.version}'s own within {gap:.2g}"
+        f"the engine has {part} of version {older.version}: with it the files give the engine's logprobs within "
+        f"{nearest:.2g} nats, with version {policy.version}'s own within {gap:.2g}"
     )
 
 
@@ -176,22 +177,6 @@ def _parts(names: Mapping[str, Tensor]) -> Iterator[tuple[str, list[str]]]:
         if layer:
             parts[f"{layer[2]} of all layers"].append(name)
     yield from parts.items()
-
-
-def _gap_with(
-    model: Any,
-    new: Mapping[str, Tensor],
-    old: Mapping[str, Tensor],
-    names: list[str],
-    probe: Probe,
-    positions: list[int],
-    answer: Tensor,
-) -> float:
-    """Return the distance from the engine's answer where these tensors are the older ones; an adapter had none."""
-    model.load_state_dict({name: old.get(name, torch.zeros_like(new[name])) for name in names}, strict=False)
-    gap = _gap(model, probe, positions, answer)
-    model.load_state_dict({name: new[name] for name in names}, strict=False)
-    return gap
 
 
 def _gap(model: Any, probe: Probe, positions: list[int], answer: Tensor) -> float:

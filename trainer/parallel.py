@@ -11,7 +11,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,10 @@ class World:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._row_group = row_group if self.size > 1 else 1
         self.num_averaged = self.size // (tensor if self.size > 1 else 1)
-        self._control = _control_group() if self.size > 1 else None
+        self.control_group = _group_for("control") if self.size > 1 else None
+        """The group of what processes tell each other; None for one process."""
         if self.size > 1:
-            _background_group()  # all processes create their groups in the same order, in their main threads
+            _group_for("background")  # all processes create their groups in the same order, in their main threads
 
     @property
     def is_first(self) -> bool:
@@ -55,23 +56,19 @@ class World:
         if self.size == 1:
             return item
         box: list[Any] = [item]
-        dist.broadcast_object_list(box, src=0, group=self._control)
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
         return cast("Item", box[0])
 
     def gather(self, item: Item) -> list[Item]:
         found: list[Any] = [item] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, item, group=self._control)
+            dist.all_gather_object(found, item, group=self.control_group)
         return found
-
-    @property
-    def control_group(self) -> Any:
-        return self._control
 
     @property
     def background_group(self) -> Any:
         """The group in which a thread writes checkpoints while the others compute; None for one process."""
-        return _background_group() if self.size > 1 else None
+        return _group_for("background") if self.size > 1 else None
 
     def own(self, rows: Sequence[Item], cost: Callable[[Item], float]) -> list[tuple[Item, bool]]:
         """Return the rows of this process's row group, each with whether it counts.
@@ -133,12 +130,7 @@ def check_address(environment: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def _control_group() -> Any:
-    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-
-
-@functools.cache
-def _background_group() -> Any:
+def _group_for(_purpose: Literal["control", "background"]) -> Any:
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 
@@ -159,7 +151,7 @@ def context_group(tensor: int, context: int) -> Any:
 
 
 def leave_world() -> None:
-    for group in (_control_group, _background_group, context_group):
+    for group in (_group_for, context_group):
         group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

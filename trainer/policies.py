@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from trainer.build import Shared, make_parts
-from trainer.claims.ledger import StopFlag, UpdateIds, outlast
+from trainer.claims.ledger import StopFlag, UpdateIds
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from trainer.train import Recorder, Training
@@ -42,7 +42,6 @@ LONGEST_PAUSE_SECONDS = 0.5
 class Trained:
     """A policy that this process trains."""
 
-    number: int
     training: Training
     state: State
 
@@ -99,14 +98,14 @@ class Policies:
         pause = SHORTEST_PAUSE_SECONDS
         while not self._default.learner.world.from_first(self._stopped.is_set):
             self._look_for_policies()
-            active = [one for one in self._trained.values() if not one.training.is_done(one.state)]
+            active = {n: one for n, one in self._trained.items() if not one.training.is_done(one.state)}
             if not active:
                 break
             # A policy alone waits inside of its step, until it is time to look for others.
             patience = LOOK_SECONDS if len(active) == 1 else 0.0
             num_batches = 0
-            for one in active:
-                with self._set_aside_on_error(one.number, one.training):
+            for number, one in active.items():
+                with self._set_aside_on_error(number, one.training):
                     one.training.patience = patience
                     one.state.enter()
                     had_batch, one.state = one.training.advance(one.state)
@@ -116,8 +115,8 @@ class Policies:
             elif len(active) > 1:
                 self._stopped.wait(pause)
                 pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
-        for one in list(self._trained.values()):
-            with self._set_aside_on_error(one.number, one.training):
+        for number, one in list(self._trained.items()):
+            with self._set_aside_on_error(number, one.training):
                 one.state.enter()
                 one.training.commits.flush(one.state)
         if self._errors and not self._stopped.is_set():
@@ -150,7 +149,7 @@ class Policies:
                 self._check_shares_model()
                 training.weights = self._default.weights
             state = training.setup(self._settings.seed)
-            self._trained[number] = Trained(number=number, training=training, state=state)
+            self._trained[number] = Trained(training=training, state=state)
 
     def _check_shares_model(self) -> None:
         if self._settings.kind is not PolicyKind.LORA:
@@ -165,11 +164,7 @@ class Policies:
             return
         self._looked_at = now
 
-        def read() -> list[NamedPolicy]:
-            with self._shared.db.read() as conn:
-                return policies.list_policies(conn)
-
-        listed = outlast(read, self._stopped)
+        listed = self._default.claims.read(policies.list_policies)
         found = {one.policy_id: one for one in listed if one.archived_at is None}
         stored = {one.policy_id for one in listed}
         for number in (self._trained.keys() | self._errors.keys()) - found.keys() - {DEFAULT_POLICY}:

@@ -11,6 +11,7 @@ Legend: L tokens and K turns of a chain.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -48,9 +49,9 @@ class Correction(Weighed):
 
     settings: Settings
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._asked: Teachers | None = None
+    @functools.cached_property
+    def _teachers(self) -> Teachers:
+        return Teachers((self.settings.teacher,))
 
     def choose(self, offer: Offer) -> Selection:
         """Choose the corrected sessions, also those whose own replies cannot be trained, such as greedy ones."""
@@ -76,7 +77,8 @@ class Correction(Weighed):
             BatchRefused: The teacher gave no reply at all.
         """
         prompts = [hinted_prompt(batch.experiences[member]) for member in members]
-        replies, unscored = scorer.world.from_first(lambda: self._replies(prompts))
+        longest = self.settings.max_reply_tokens
+        replies, unscored = scorer.world.from_first(lambda: self._teachers.replies(prompts, longest))
         if not any(map(len, replies)):
             raise BatchRefused(f"the teacher gave no reply ({unscored}); the log says what was wrong")
         experiences = list(batch.experiences)
@@ -90,13 +92,8 @@ class Correction(Weighed):
         return -tokens.logprobs
 
     def close(self) -> None:
-        if self._asked is not None:
-            self._asked.close()
-
-    def _replies(self, prompts: Sequence[TokenIds]) -> tuple[list[TokenIds], dict[str, int]]:
-        if self._asked is None:
-            self._asked = Teachers((self.settings.teacher,))
-        return self._asked.replies(prompts, self.settings.max_reply_tokens)
+        if "_teachers" in vars(self):
+            self._teachers.close()
 
 
 def corrected_turn(experience: Experience) -> int | None:

@@ -9,6 +9,7 @@ from the student's own sample. Agarwal et al. 2024 (GKD, arXiv:2306.13649) train
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -49,7 +50,10 @@ class Distillation(GRPO):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.compares_singles = settings.with_rewards
-        self._asked: Teachers | None = None
+
+    @functools.cached_property
+    def _teachers(self) -> Teachers:
+        return Teachers(self.settings.teachers)
 
     def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
         if self.settings.with_rewards:
@@ -62,19 +66,14 @@ class Distillation(GRPO):
         Raises:
             BatchRefused: All advantages are those of teachers, and they scored nothing.
         """
-        found = scorer.world.from_first(lambda: self._teachers().score(batch, members))
+        found = scorer.world.from_first(lambda: self._teachers.score(batch, members))
         if not self.settings.with_rewards and not found.is_scored.any():
             raise BatchRefused(f"no teacher scored a chain ({found.unscored}); the log names what was wrong")
         return with_teachers(batch, found, self.settings.coef)
 
     def close(self) -> None:
-        if self._asked is not None:
-            self._asked.close()
-
-    def _teachers(self) -> Teachers:
-        if self._asked is None:
-            self._asked = Teachers(self.settings.teachers)
-        return self._asked
+        if "_teachers" in vars(self):
+            self._teachers.close()
 
 
 def with_teachers(batch: Batch, scores: TeacherScores, coefficient: float) -> tuple[Batch, Json]:

@@ -178,7 +178,9 @@ class RLOO(GRPO):
     scales_singles = False
 
     def centre(self, values: Floats) -> Floats:
-        return rloo(values)
+        size = len(values)
+        centred: Floats = values - values.mean()
+        return centred * (size / (size - 1))
 
 
 class DrGRPO(GRPO):
@@ -268,13 +270,6 @@ class GDPO(GRPO):
 
     def single_rows(self, offer: Offer) -> list[Row]:
         return named_rows(offer.experiences, offer.kind_pattern)
-
-
-def rloo(values: Floats) -> Floats:
-    """Return x_i − mean of the others; G ≥ 2."""
-    size = len(values)
-    centred: Floats = values - values.mean()
-    return centred * (size / (size - 1))
 
 
 def dr_grpo(values: Floats) -> Floats:

@@ -11,7 +11,7 @@ import fnmatch
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,12 +94,9 @@ class Teachers:
 
     def score(self, batch: Batch, members: Sequence[int]) -> TeacherScores:
         self._failing_since.clear()
-        asked = [(member, teacher) for member in members for teacher in self._teachers_of(batch, member)]
-        unscored = Counter(
-            "without_teacher"
-            for member in members
-            if not self._teachers_of(batch, member) and self._has_tokens(batch, member)
-        )
+        trained = [member for member in members if len(batch.tokens_of[member])]
+        asked = [(member, teacher) for member in trained for teacher in self._teachers_of(batch, member)]
+        unscored = Counter("without_teacher" for member in trained if not self._teachers_of(batch, member))
         sums, weights = np.zeros(len(batch.table)), np.zeros(len(batch.table))
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="teacher") as pool:
             answers = pool.map(lambda one: self._score_chain(batch, *one), asked)
@@ -134,13 +131,7 @@ class Teachers:
     def close(self) -> None:
         self._http.close()
 
-    @staticmethod
-    def _has_tokens(batch: Batch, member: int) -> bool:
-        return len(batch.tokens_of[member]) > 0
-
     def _teachers_of(self, batch: Batch, member: int) -> list[Teacher]:
-        if not self._has_tokens(batch, member):
-            return []
         task = batch.experiences[member].eid.task
         return [teacher for teacher in self._teachers if fnmatch.fnmatchcase(task, teacher.tasks)]
 
@@ -150,16 +141,16 @@ class Teachers:
             return Unscored("images", "it has images, and a teacher gets token ids alone")
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
-        try:
-            return read_logprobs(self._ask(teacher, body), tokens, places)
-        except Unscored as error:
-            return error
+        return self._read(teacher, body, lambda answer: read_logprobs(answer, tokens, places))
 
     def _reply(self, prompt: TokenIds, max_tokens: int) -> TokenIds | Unscored:
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body = {"prompt": prompt.tolist(), "max_tokens": max_tokens, "return_token_ids": True, **sampling}
+        return self._read(self._teachers[0], body, read_reply)
+
+    def _read(self, teacher: Teacher, body: Json, read: Callable[[Json], np.ndarray]) -> np.ndarray | Unscored:
         try:
-            return read_reply(self._ask(self._teachers[0], body))
+            return read(self._ask(teacher, body))
         except Unscored as error:
             return error
 

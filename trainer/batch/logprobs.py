@@ -10,7 +10,7 @@ tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -114,15 +114,8 @@ class _FromLogits(torch.autograd.Function):
         temperature_U: Tensor,
         processing: Processing | None,
     ) -> tuple[Tensor, Tensor]:
-        normaliser_U = logits_UV.new_empty(len(logits_UV), dtype=torch.float32)
-        entropy_U = torch.empty_like(normaliser_U)
-        selected = logits_UV.new_zeros(len(which), dtype=torch.float32)
-        for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device):
-            scaled_CV, _ = _scaled(logits_UV[chunk], temperature_U, processing, chunk)
-            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
-            entropy_U[chunk] = _entropy(log_p_CV, processing)
-            place, inside = _places_in(chunk, which)
-            selected = torch.where(inside, log_p_CV[place, target], selected)
+        chunks = ((chunk, logits_UV[chunk]) for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device))
+        selected, normaliser_U, entropy_U = _computed(chunks, which, target, temperature_U, processing)
         ctx.processing = processing
         ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
         ctx.set_materialize_grads(value=False)
@@ -167,15 +160,9 @@ class _FromHidden(torch.autograd.Function):
         temperature_U: Tensor,
         processing: Processing | None,
     ) -> tuple[Tensor, Tensor]:
-        normaliser_U = hidden_UH.new_empty(len(hidden_UH), dtype=torch.float32)
-        entropy_U = torch.empty_like(normaliser_U)
-        selected = hidden_UH.new_zeros(len(which), dtype=torch.float32)
-        for chunk in _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device):
-            scaled_CV, _ = _scaled(hidden_UH[chunk] @ weight_VH.T, temperature_U, processing, chunk)
-            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
-            entropy_U[chunk] = _entropy(log_p_CV, processing)
-            place, inside = _places_in(chunk, which)
-            selected = torch.where(inside, log_p_CV[place, target], selected)
+        chunked = _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device)
+        chunks = ((chunk, hidden_UH[chunk] @ weight_VH.T) for chunk in chunked)
+        selected, normaliser_U, entropy_U = _computed(chunks, which, target, temperature_U, processing)
         ctx.processing = processing
         ctx.save_for_backward(hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
         ctx.set_materialize_grads(value=False)
@@ -208,6 +195,25 @@ class _FromHidden(torch.autograd.Function):
                 grad_weight_VH += gradient_CV.T @ hidden_UH[chunk]
         weight_gradient = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_UH, weight_gradient, None, None, None, None
+
+
+def _computed(
+    chunks: Iterable[tuple[slice, Tensor]],
+    which: Tensor,
+    target: Tensor,
+    temperature_U: Tensor,
+    processing: Processing | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return from the logits of all chunks the logprob of each target, [m], and log Σ exp and entropy, both [U]."""
+    normaliser_U = torch.empty(len(temperature_U), dtype=torch.float32, device=which.device)
+    entropy_U, selected = torch.empty_like(normaliser_U), normaliser_U.new_zeros(len(which))
+    for chunk, logits_CV in chunks:
+        scaled_CV, _ = _scaled(logits_CV, temperature_U, processing, chunk)
+        log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
+        entropy_U[chunk] = _entropy(log_p_CV, processing)
+        place, inside = _places_in(chunk, which)
+        selected = torch.where(inside, log_p_CV[place, target], selected)
+    return selected, normaliser_U, entropy_U
 
 
 def _gradient_or_zeros(gradient: Tensor | None, which: Tensor) -> Tensor:

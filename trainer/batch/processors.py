@@ -11,7 +11,7 @@ run, V vocabulary, D distinct ids of a turn, R sampled tokens of a turn, W words
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ class RowProcessors:
         return torch.from_numpy(np.where(self.turn < 0, 0, np.arange(1, len(self.turn) + 1)))
 
     def of(self, tokens: Indices) -> RowProcessors:
-        """Return those of some of the row's tokens, in their order."""
         return dataclasses.replace(self, turn=self.turn[tokens], place=self.place[tokens])
 
     def placed(self, which: Tensor, to_device: ToDevice) -> Processing:
@@ -177,18 +176,15 @@ class Processing:
     def apply(self, logits_CV: Tensor, chunk: slice) -> list[Scale]:
         """Change the float32 logits of a chunk in place; return where their derivative is not 1 or 0."""
         scales: list[Scale] = []
-        for run, start, stop in self._inside(chunk):
+        for run in self._runs:
+            start, stop = max(run.start, chunk.start), min(run.stop, chunk.stop)
+            if start >= stop:
+                continue
             rows = slice(start - chunk.start, stop - chunk.start)
             scaled = run.apply(logits_CV[rows], start - run.start)
             if scaled is not None:
                 scales.append((rows, *scaled))
         return scales
-
-    def _inside(self, chunk: slice) -> Iterator[tuple[_Run, int, int]]:
-        for run in self._runs:
-            start, stop = max(run.start, chunk.start), min(run.stop, chunk.stop)
-            if start < stop:
-                yield run, start, stop
 
 
 def apply_to_turn(logits_RV: Tensor, turn: SampledTurn) -> None:

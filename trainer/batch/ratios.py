@@ -112,44 +112,26 @@ class CorrectionRule(Settings):
     since they were sampled; None turns it off."""
 
 
-def truncated_importance(ratio: Tensor, cap: float) -> Tensor:
-    """Return min(ρ, cap).
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; with PPO it is the
-    decoupled loss of Hilton et al. 2022 (arXiv:2110.00641).
-    """
-    return ratio.clamp(max=cap)
-
-
-def masked_importance_sampling(ratio: Tensor, cap: float) -> Tensor:
-    """Return ρ where ρ ≤ cap, else 0: what the trainer would sample much more often than the engine is left out.
-
-    Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
-    """
-    return torch.where(ratio <= cap, ratio, 0.0)
-
-
-def off_policy_sequences(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, sequence: Tensor, bound: float
-) -> Tensor:
-    """Return 0 for chains with a negative advantage and mean(log μ − log π) > bound, else 1. [M].
+def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
+    """Return 0 for chains with a negative advantage and mean(log μ − log π) > `off_policy_mask`, else 1. [M].
 
     DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556), off-policy sequence masking.
     """
-    moved = sequence_mean(behaviour - logprobs.detach(), sequence)[sequence]
-    bad = sequence_mean(advantages, sequence)[sequence] < 0
-    return torch.where(bad & (moved > bound), 0.0, 1.0)
-
-
-def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
     if rule.off_policy_mask is None:
         return 1.0
-    return off_policy_sequences(
-        tokens.logprobs, tokens.behaviour, tokens.advantages, tokens.sequence, rule.off_policy_mask
-    )
+    sequence = tokens.sequence
+    moved = sequence_mean(tokens.behaviour - tokens.logprobs.detach(), sequence)[sequence]
+    bad = sequence_mean(tokens.advantages, sequence)[sequence] < 0
+    return torch.where(bad & (moved > rule.off_policy_mask), 0.0, 1.0)
 
 
 def correction(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
+    """Return min(ρ, cap) for `tis`, and for `mis` ρ where ρ ≤ cap, else 0. [M].
+
+    `tis`: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; with PPO it is the
+    decoupled loss of Hilton et al. 2022 (arXiv:2110.00641). `mis`: Liu et al. 2025, "When speed kills stability:
+    demystifying RL collapse from the training-inference mismatch".
+    """
     if rule.correction is None:
         return 1.0
     proximal = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
@@ -157,8 +139,9 @@ def correction(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
         ratio = sequence_log_ratio(proximal, tokens.behaviour, tokens.sequence).exp()
     else:
         ratio = ratio_of(proximal, tokens.behaviour)
-    bounded = truncated_importance if rule.correction.endswith("tis") else masked_importance_sampling
-    return bounded(ratio, rule.correction_cap)
+    if rule.correction.endswith("tis"):
+        return ratio.clamp(max=rule.correction_cap)
+    return torch.where(ratio <= rule.correction_cap, ratio, 0.0)
 
 
 def _sums(values: Tensor, sequence: Tensor) -> Tensor:

@@ -215,11 +215,7 @@ def _rows(support: Support) -> tuple[Indices, Indices]:
 def _masks(
     sampling: Json, prompt: TokenIds, sampled: TokenIds, vocabulary: Vocabulary | None
 ) -> tuple[GrammarMasks | None, tuple[Indices, Indices] | None]:
-    """Return what a grammar allowed, and what bad words and `min_tokens` ruled out.
-
-    Raises:
-        NotReplayed: There is no tokenizer, or no such grammar.
-    """
+    """Return what a grammar allowed, and what bad words and `min_tokens` ruled out."""
     try:
         if vocabulary is None:
             raise NotReplayed("there is no tokenizer")

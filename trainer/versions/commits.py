@@ -88,7 +88,6 @@ class Commits:
         self._checkpoints = checkpoints
         self._config = config
         self._keeps_refused = keeps_refused
-        self._settings = config.saved()
         self._pending: list[FinishedBatch] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
@@ -119,9 +118,6 @@ class Commits:
         at = state.progress.policy_version
         return 1 + self._learner.world.from_first(lambda: max(self._ledger.newest_version(), at))
 
-    def _next_update(self) -> int:
-        return self._learner.world.from_first(self._ledger.next_update_id)
-
     def commit(
         self,
         state: State,
@@ -139,7 +135,7 @@ class Commits:
         after = dataclasses.replace(
             state.with_progress(
                 num_batches=progress.num_batches + 1,
-                update_id=self._next_update(),
+                update_id=self._learner.world.from_first(self._ledger.next_update_id),
                 num_optimizer_steps=progress.num_optimizer_steps + num_steps,
                 policy_version=version,
                 recent_versions=(*progress.recent_versions, version)[-MOST_RECENT_VERSIONS:],
@@ -156,7 +152,7 @@ class Commits:
             seconds = time.monotonic() - made.trained_at
             finished = FinishedBatch(
                 batch=claimed,
-                update=self._record_of(after, chosen),
+                update=self._record_of(state, after),
                 policy=policy,
                 refused=self._dropped(claimed, chosen.refused),
                 trained=made.trained,
@@ -176,13 +172,13 @@ class Commits:
         dropped = self._dropped(claimed, reasons)
         after = state.with_progress(
             num_batches=state.progress.num_batches + 1,
-            update_id=self._next_update(),
+            update_id=self._learner.world.from_first(self._ledger.next_update_id),
             num_refused_groups=state.progress.num_refused_groups + len(dropped),
         )
         metrics = metrics | {"policy_version": state.progress.policy_version, "num_refused_groups": len(reasons)}
         after = dataclasses.replace(after, metrics=metrics)
         if self._learner.world.is_first:
-            record = self._record_of(after, None)
+            record = self._record_of(state, after)
             # No checkpoint holds what this batch did to the buffer and to the window, so the ledger does.
             finished = FinishedBatch(batch=claimed, update=record, refused=dropped, state=after.beside_checkpoint())
             self._pending.append(finished)
@@ -197,8 +193,8 @@ class Commits:
             self._wait_for_directory()
         if self._writing is not None and self._writing.done():
             self._wait()
-        if self._writing is None and self._num_versions == 0:
-            self._ack(self._take())
+        if self._writing is None and self._num_versions == 0 and (batches := self._take()):
+            self._ledger.ack(batches)
 
     def finish_writing(self) -> None:
         self._wait_for_directory()
@@ -247,7 +243,7 @@ class Commits:
         self._wait()
         version = state.progress.policy_version
         self._written = self._written | {version}
-        values, tensors = self._values(state), copied(state.tensors())
+        values, tensors = state.values() | {"settings": self._config.saved()}, copied(state.tensors())
         batches, self._num_versions = self._take(), 0
         self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches, self._directory)
 
@@ -263,12 +259,9 @@ class Commits:
         if directory is not None:
             directory.result()
         self._checkpoints.write_state(version, values, tensors, self._learner.world.background_group)
-        self._ack(batches)
-        self._written = {version}
-
-    def _ack(self, batches: list[FinishedBatch]) -> None:
         if batches:
             self._ledger.ack(batches)
+        self._written = {version}
 
     def _take(self) -> list[FinishedBatch]:
         taken, self._pending = self._pending, []
@@ -284,9 +277,6 @@ class Commits:
         if writing is not None:
             writing.result()
 
-    def _values(self, state: State) -> dict[str, Any]:
-        return state.values() | {"settings": self._settings}
-
     def _prune(self, versions: set[int]) -> None:
         every = self._config.keep_every
         kept = set() if every is None else {one for one in self._checkpoints.versions() if one % every == 0}
@@ -297,19 +287,15 @@ class Commits:
         keys = set() if self._keeps_refused else claimed.group_keys
         return {group: reason for group, reason in reasons.items() if group in keys}
 
-    def _record_of(self, after: State, chosen: Selection | None) -> UpdateRecord:
-        metrics, progress = after.metrics, after.progress
-        learnt = (0, 0, 0)
-        if chosen is not None:
-            learnt = metrics["num_groups"] - len(chosen.refused), metrics["num_sessions"], metrics["tokens"]
-        num_groups, num_sessions, num_tokens = learnt
+    def _record_of(self, before: State, after: State) -> UpdateRecord:
+        progress, was = after.progress, before.progress
         return UpdateRecord(
             update_id=progress.update_id,
             policy_id=self._ledger.policy_id,
             trainer_id=self._config.trainer_id,
             policy_version=progress.policy_version,
-            num_groups=num_groups,
-            num_sessions=num_sessions,
-            num_tokens=num_tokens,
-            metrics=metrics,
+            num_groups=progress.num_groups - was.num_groups,
+            num_sessions=progress.num_sessions - was.num_sessions,
+            num_tokens=progress.num_tokens - was.num_tokens,
+            metrics=after.metrics,
         )

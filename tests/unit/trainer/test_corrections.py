@@ -34,7 +34,7 @@ def algorithm(monkeypatch, *replies):
         asked.extend(prompt.tolist() for prompt in prompts)
         return [np.array(each, np.int32) for each in replies], {"too_long": 1}
 
-    monkeypatch.setattr(made, "_asked", SimpleNamespace(replies=reply))
+    monkeypatch.setitem(vars(made), "_teachers", SimpleNamespace(replies=reply))
     return made, asked
 
 
