@@ -24,7 +24,6 @@ from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from trainer.versions.state import State, make_scheduler
 from trainer.workflows import OnPolicyWorkflow
-from turnwise.errors import BatchRefused
 
 FAILING_RANK = 1
 
@@ -110,18 +109,13 @@ def whole_tensors(state: State) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-def refuse_routing(directory: Path, good: list[Any], bad: list[Any]) -> tuple[str, Tensor]:
-    """Return why a batch with sessions of another model is refused, and the logprobs of the next batch."""
+def refuse_routing(directory: Path, good: list[Any], bad: Any) -> tuple[str | None, Tensor]:
+    """Return why a session of another model is refused, and the logprobs of the others."""
     policy = Policy(TrainerSettings(model=str(directory), device="cpu"))
     agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
     agent.shard("data")
     agent.load(0)
-    reason = ""
-    try:
-        agent.accumulate_gradient(batch_of([*good, *bad]), range(len(good) + len(bad)))
-    except BatchRefused as error:
-        reason = str(error)
-    return reason, torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
+    return agent.why_untrainable(bad), torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
 
 
 def train_ledger(settings: TrainerSettings, longest_row: int | None = None) -> int:

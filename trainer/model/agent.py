@@ -169,9 +169,7 @@ class PolicyAgent:
             )
         if experience.images and (unseen := self.policy.why_unseen(experience)) is not None:
             return unseen
-        replay = self.policy.replay
-        reason = None if replay is None else replay.refusal(experience)
-        return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"
+        return None if self.policy.replay is None else self.policy.replay.refusal(experience)
 
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the critic's values of the members' trained tokens, 0 for the other tokens. [M].
@@ -190,7 +188,6 @@ class PolicyAgent:
         Each time that a row does not fit into memory, the next step is taken that saves some.
 
         Raises:
-            BatchRefused: Turns were routed in another model.
             OutOfMemory: A single chain, or pair, does not fit into memory. The gradient is cleared.
         """
         while True:
@@ -254,12 +251,9 @@ class PolicyAgent:
 
         `proximal` has the logprobs under the weights at the start of the batch, where a ratio needs them. [M]
         """
-        if self.policy.replay is not None:
-            self.policy.replay.check(batch, members)
-        rows = self.rows(batch, members)
         weights, gauges = step_weights(batch, members, self.algorithm), Gauges(self._gauge_names)
         logprobs = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
-        own = self.world.own(rows, self.policy.operations)
+        own = self.world.own(self.rows(batch, members), self.policy.operations)
 
         def prepare(item: tuple[Row, bool]) -> RowData:
             row, counts = item
@@ -317,8 +311,6 @@ class PolicyAgent:
 
     def _computed(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
-        if self.policy.replay is not None:
-            self.policy.replay.check(batch, members)
         own = self.world.own(self.rows(batch, members), self.policy.operations)
         with torch.no_grad():
             for (row, counts), inputs in ahead(own, lambda item: inputs_of(self.policy, batch, item[0])):

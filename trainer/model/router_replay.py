@@ -11,15 +11,13 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.batch.batch import Batch
 from turnwise.chains import Experience
-from turnwise.errors import BatchRefused
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +58,6 @@ class RouterReplay:
             log.warning("the engine's choice of experts is not followed by %s", ", ".join(sorted(unknown)))
         return cls(found) if found else None
 
-    def check(self, batch: Batch, members: Iterable[int]) -> None:
-        """Check that all turns of the members were routed in a model of this shape; before any process computes a row.
-
-        All processes hold the same batch, so all of them refuse it, and none waits for another one in a collective.
-
-        Raises:
-            BatchRefused: A turn was routed in another model.
-        """
-        reasons = {self.refusal(batch.experiences[member]) for member in members} - {None}
-        if reasons:
-            raise BatchRefused(f"{reasons.pop()}: train the model that was served, or set router_replay=false")
-
     def refusal(self, experience: Experience) -> str | None:
         """Return why the routing of a chain's turns cannot be followed; None where it can, or where there is none."""
         if experience.routed_experts is None:
@@ -83,7 +69,7 @@ class RouterReplay:
             return None
         return (
             f"turns were routed to {count} experts in each of {num_layers} layers, and this model routes to "
-            f"{wanted.top_k} in layer {last}"
+            f"{wanted.top_k} in layer {last}: train the model that was served, or set router_replay=false"
         )
 
     def use(self, routing: Tensor | None) -> None:

@@ -289,11 +289,11 @@ def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart
 def test_turns_that_were_routed_in_another_model_are_refused_by_all_processes_before_a_row_is_computed(
     tmp_path, experts
 ):
-    """One session of twelve has routing of one layer, and lies in a row of one process."""
+    """One session of twelve has routing of one layer; a process that alone computed its row would end the others."""
     found = sessions()
     bad = found.pop()
     routing = np.zeros((len(bad.tokens), 1, 2), np.int16)
-    results = run_world(2, refuse_routing, experts, found, [dataclasses.replace(bad, routed_experts=routing)])
+    results = run_world(2, refuse_routing, experts, found, dataclasses.replace(bad, routed_experts=routing))
     assert len(results) == 2
     for reason, logprobs in results:
         assert reason.startswith("turns were routed to 2 experts in each of 1 layers, and this model routes to 2")
