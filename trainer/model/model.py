@@ -364,9 +364,7 @@ class Policy:
 
     @contextlib.contextmanager
     def as_reference(self, start: Adapter | None) -> Iterator[None]:
-        """Give the logprobs of what the policy started from in the block; None is the base model."""
-        if self.spec.kind is not PolicyKind.LORA:
-            raise SettingsError("a policy that is trained whole needs a reference model of its own")
+        """Give the logprobs of what an adapter's policy started from in the block; None is the base model."""
         if start is None:
             with torch.no_grad(), cast("Any", self.model).disable_adapter():
                 yield

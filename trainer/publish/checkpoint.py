@@ -97,25 +97,6 @@ class Checkpoints:
                 "write into"
             ) from error
 
-    def write_nonce(self) -> str:
-        """Write and return a random word, by which the other processes know this directory."""
-        nonce = secrets.token_hex(16)
-        path = self.directory / NONCE
-        path.write_text(nonce, encoding="utf-8")
-        synchronise(path)
-        return nonce
-
-    def is_shared(self, nonce: str) -> bool:
-        """Return whether this process sees what the first one wrote into the directory."""
-
-        def is_seen() -> bool:
-            try:
-                return (self.directory / NONCE).read_text(encoding="utf-8") == nonce
-            except OSError:
-                return False
-
-        return _comes_true(is_seen)
-
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
@@ -268,8 +249,22 @@ def check_shared(checkpoints: Checkpoints, world: World) -> None:
     """
     if world.size == 1:
         return
-    nonce = world.from_first(checkpoints.write_nonce)
-    found = world.gather((socket.gethostname(), checkpoints.is_shared(nonce)))
+    path = checkpoints.directory / NONCE
+
+    def write() -> str:
+        nonce = secrets.token_hex(16)
+        path.write_text(nonce, encoding="utf-8")
+        synchronise(path)
+        return nonce
+
+    def is_seen() -> bool:
+        try:
+            return path.read_text(encoding="utf-8") == nonce
+        except OSError:
+            return False
+
+    nonce = world.from_first(write)
+    found = world.gather((socket.gethostname(), _comes_true(is_seen)))
     strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
     if strange:
         raise SettingsError(
