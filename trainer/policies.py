@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from trainer.build import Shared, make_parts
 from trainer.claims.ledger import StopFlag, UpdateIds
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
-from trainer.train import Recorder, Training
+from trainer.train import Recorder, Shared, Training, make_parts
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
 from turnwise.store import policies, processes

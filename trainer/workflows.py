@@ -9,13 +9,12 @@ import abc
 from collections.abc import Mapping
 from typing import Any, Self
 
-from trainer.build import Parts, make_parts
 from trainer.claims.claims import Claims
 from trainer.evaluate import Evaluator
 from trainer.model.agent import PolicyAgent
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
-from trainer.train import Training
+from trainer.train import Parts, Training, make_parts
 from trainer.versions.state import OptimizerLike
 
 Config = TrainerSettings | Mapping[str, Any]

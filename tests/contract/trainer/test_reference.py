@@ -14,9 +14,9 @@ from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train_policies
 
-from trainer.build import make_parts
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
+from trainer.train import make_parts
 from turnwise.store import policies, versions
 from turnwise.store.database import Database
 from turnwise.store.updates import list_updates
