@@ -65,13 +65,7 @@ class Grammars:
         self._model = model
 
     def masks(self, sampling: Json, prompt: Sequence[int], sampled: Sequence[int], ends: set[int]) -> GrammarMasks:
-        """Return what the grammar of a call's parameters allowed at each sampled token.
-
-        Args:
-            sampling: The parameters.
-            prompt: Ids of the prompt.
-            sampled: Ids of the reply.
-            ends: Ids that end it.
+        """Return what the grammar of a call's parameters allowed at each sampled token; `ends` end a reply.
 
         Raises:
             NotReplayed: The grammar is unknown, or refuses a sampled token.

@@ -139,14 +139,10 @@ def processors(
     support: Support | None,
     vocabulary: Vocabulary | None,
 ) -> Found:
-    """Return what the engine applied to the logits of a turn's tokens.
+    """Return what the engine applied to the logits of a turn's tokens, which are `sampled`.
 
-    Args:
-        sampling: The turn's parameters.
-        prompt: Its prompt.
-        sampled: Its tokens. [R]
-        support: Of each of them the ids that could be sampled; None where they are not known. [R]
-        vocabulary: Of the model; None where there is none, and then what needs it cannot be applied.
+    `support` has the ids that could be sampled for each of them, [R]; None where they are not known. Without
+    `vocabulary` what needs one cannot be applied.
     """
     if name := unreadable(sampling):
         return name

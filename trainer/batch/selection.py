@@ -148,12 +148,7 @@ def left_out(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count by reason what carries no loss: the turns of groups that are not refused, and the sampled tokens of all.
 
-    Args:
-        experiences: Everything that the claimed groups hold.
-        refused: Groups of which nothing is trained, with their reasons.
-        trained: Ids of the turns that carry loss.
-        rule: What is left out.
-        needs_behaviour: Whether an importance ratio is formed for each token.
+    `refused` has the groups of which nothing is trained, `trained` the ids of the turns that carry loss.
     """
     turns: Counter[str] = Counter()
     tokens: Counter[str] = Counter()

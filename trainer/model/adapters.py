@@ -53,12 +53,7 @@ def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach
     """Return what an adapter changes: the layers that are wanted, by default all whose adapters engines serve.
 
     A wanted name reaches other parts than the language model, such as a vision tower, only where it is of no layer of
-    the language model.
-
-    Args:
-        model: The model without an adapter.
-        wanted: Names of layers, or ends of them; empty for the default.
-        name: The model, for the errors.
+    the language model. `name` is the model's, for the errors.
 
     Raises:
         SettingsError: A wanted name is of no layer, or there is no layer for an adapter.

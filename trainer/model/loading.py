@@ -363,12 +363,7 @@ def by_published_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, T
 
 
 def check_names(model: Any, weights: Mapping[str, Tensor], base: str) -> None:
-    """Refuse a model whose versions would have other names than its own files.
-
-    Args:
-        model: The model that transformers loaded.
-        weights: What a version would hold; the values do not matter.
-        base: Directory or id of the model.
+    """Refuse a model whose versions, which would hold these weights, would have other names than its own files.
 
     Raises:
         SettingsError: They would.
