@@ -157,9 +157,7 @@ def as_text(document: Json) -> str:
 def read_scores(answer: str, count: int) -> list[float]:
     """Return the score of each conversation of an answer, which may have other text and fields around it.
 
-    Raises:
-        GraderFailed: a conversation has no score, or several. The judge may have quoted one of them from a
-            conversation, whose author would then grade himself.
+    Several scores are none: the judge may have quoted one from a conversation, whose author would grade himself.
     """
     given: dict[int, set[float]] = {}
     if answer.lstrip().startswith("<think>"):  # any other end of thinking may be quoted

@@ -102,11 +102,7 @@ MEDIA_FIELDS = ("images", "image", "videos", "video", "audios", "audio", "docume
 
 
 def chat_messages(found: Any) -> list[Json]:
-    """Return a list of messages in the form of a chat request.
-
-    Raises:
-        BadLine: they cannot be messages.
-    """
+    """Return a list of messages in the form of a chat request; raise `BadLine` for another value."""
     if not isinstance(found, list) or not found:
         raise BadLine(f"its messages are {_shown(found)}, not a list of messages")
     return [chat_message(message) for message in found]
@@ -172,11 +168,7 @@ def _function(schema: Json) -> Json:
 
 
 def untrained_of(found: list[Any]) -> frozenset[int]:
-    """Return the places of the messages that a file marks as not trained, such as by `weight` 0 or `train` false.
-
-    Raises:
-        BadLine: a mark is neither 0 nor 1, or what it means is not known.
-    """
+    """Return the places of the messages that a file marks as not trained, such as by `weight` 0 or `train` false."""
     untrained = set()
     for place, message in enumerate(found):
         check_marks(message)
@@ -190,11 +182,7 @@ def untrained_of(found: list[Any]) -> frozenset[int]:
 
 
 def check_marks(found: Json) -> None:
-    """Check that a message or a row has no mark of what is trained that is not read.
-
-    Raises:
-        BadLine: it has.
-    """
+    """Refuse a message or a row with a mark of what is trained that is not read."""
     for field in UNREAD_MARKS:
         mark = found.get(field)
         if field == "masked" and str(mark).lower() in ("false", "0"):
@@ -211,11 +199,6 @@ def _is_number(mark: Any) -> bool:
 
 
 def check_no_media(found: Json) -> None:
-    """Check that a message or a row has nothing that is not text.
-
-    Raises:
-        BadLine: it has.
-    """
     for field in MEDIA_FIELDS:
         if found.get(field):
             raise BadLine(f"its {field} cannot be tokenised, and the model would read something else without them")

@@ -101,11 +101,7 @@ SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 
 
 def data_set_drafts(document: Json) -> list[Draft]:
-    """Return the session of a row, or the two sessions of a preference row.
-
-    Raises:
-        BadLine: the row has none of the known columns, or its columns contradict each other.
-    """
+    """Return the session of a row, or the two sessions of a preference row."""
     check_no_media(document)
     check_marks(document)
     tools = _tools(document)
@@ -138,11 +134,7 @@ def data_set_drafts(document: Json) -> list[Draft]:
 
 
 def _conversations(document: Json, given: list[str]) -> list[str]:
-    """Return the column of a row that is a conversation, or none: one of other objects or of text is the row's own.
-
-    Raises:
-        BadLine: two columns are different conversations.
-    """
+    """Return the column of a row that is a conversation, or none: one of other objects or of text is the row's own."""
     columns = [
         column
         for column in given
@@ -166,11 +158,7 @@ def _with_completion(document: Json) -> Json:
 
 
 def _check_agrees(document: Json, columns: list[str], wholes: list[list[Json]]) -> None:
-    """Check that the conversation of a column is one that other columns make, or their common beginning.
-
-    Raises:
-        BadLine: it is another one, so which of them is trained is not known.
-    """
+    """Refuse a column's conversation that other columns neither make nor begin with: which is trained is not known."""
     for column in columns:
         messages = _joined(_before(document), chat_messages(document[column]))
         if messages[0]["role"] == "system" and wholes[0][0]["role"] != "system":

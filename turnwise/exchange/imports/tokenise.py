@@ -182,11 +182,7 @@ class Tokeniser:
 
     @staticmethod
     def _check_rendered(reply: str, message: Json, number: int) -> None:
-        """Check that the template renders all of a reply.
-
-        Raises:
-            BadLine: it leaves a part of it out, or the reply is empty.
-        """
+        """Check that the template renders all of a reply, and that there is one."""
         if not any(_texts_of(message)):
             raise BadLine(f"message {number} is an empty reply")
         if missing := _missing(reply, message):
@@ -224,11 +220,7 @@ def _missing(text: str, message: Json, *, with_reasoning: bool = True) -> str | 
 
 
 def _check_arguments(messages: Sequence[Json]) -> None:
-    """Check that a template gets the arguments of all calls as they are: it renders others as no arguments.
-
-    Raises:
-        BadLine: the arguments of a call are not the JSON of an object.
-    """
+    """Check that the arguments of all calls are JSON objects: a template renders others as no arguments."""
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         text = call["function"]["arguments"]
         if text.strip() and not isinstance(value_of_json(text), dict):

@@ -219,11 +219,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_storable(turns: list[Turn]) -> None:
-    """Check what the store encodes, so that no line ends the transaction of others, and a dry run finds it too.
-
-    Raises:
-        TypeError: a message or a tool is nested too deep, or has a value that JSON has not.
-    """
+    """Encode as the store does, so that no line ends the transaction of others, and a dry run finds it too."""
     for turn in turns:
         dumps([turn.messages, turn.response, turn.tools])
 
