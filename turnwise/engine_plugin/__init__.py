@@ -71,9 +71,6 @@ def load_beside_adapters(runner: type[Any]) -> None:
     An adapted layer holds its weights one level deeper. The loaders of some models, such as Granite 4's and GPT-OSS's,
     look tensors up by the names that files have, and would end at the first one. Names of experts stay as they are,
     because loaders that adapt experts expect the deeper ones.
-
-    Args:
-        runner: `LoRAModelRunnerMixin`.
     """
     load = runner.load_lora_model
 
@@ -95,11 +92,8 @@ def load_beside_adapters(runner: type[Any]) -> None:
 def tell_why_it_died(core: type[Any], dead: type[Exception]) -> None:
     """Let the error of an engine that died name the exception that ended it.
 
-    The first process of vLLM makes the file, and the others inherit its name.
-
-    Args:
-        core: `EngineCoreProc`, which tells the first process that it dies.
-        dead: `EngineDeadError`, which that process answers calls with.
+    The first process of vLLM makes the file, and the others inherit its name. A `core` tells it that it dies, and it
+    answers calls with `dead` then.
     """
     if REASON_FILE not in os.environ:
         handle, os.environ[REASON_FILE] = tempfile.mkstemp(prefix="turnwise-engine-")

@@ -39,11 +39,7 @@ CHECKPOINTS = "num_prefill_checkpoint_blocks"
 
 
 def pack_tied_heads(layerwise: ModuleType) -> None:
-    """Let vLLM pack tied heads again at the end of each load.
-
-    Args:
-        layerwise: `vllm.model_executor.model_loader.reload.layerwise`.
-    """
+    """Let vLLM, whose module `layerwise` reloads models, pack tied heads again at the end of each load."""
     finish: Callable[..., Any] = getattr(layerwise, FINISH)
 
     @functools.wraps(finish)
@@ -65,12 +61,7 @@ def _loaded_nothing(layer: Any, load: Any) -> bool:
 
 
 def pack_experts(method: type[Any], packed: type[Any]) -> None:
-    """Let vLLM pack experts at each load, not at the first one alone.
-
-    Args:
-        method: `UnquantizedFusedMoEMethod`, which prepares experts.
-        packed: `CPUUnquantizedExperts`, which compute from packed weights.
-    """
+    """Let `method`, which prepares experts, pack those of the class `packed` at each load, not at the first alone."""
     set_up: Callable[..., Any] = getattr(method, SET_UP)
 
     @functools.wraps(set_up)
@@ -84,11 +75,7 @@ def pack_experts(method: type[Any], packed: type[Any]) -> None:
 
 
 def multiply_by_adapter(*modules: ModuleType) -> None:
-    """Let the kernels of adapters multiply all tokens of an adapter at once.
-
-    Args:
-        modules: `vllm.lora.ops.torch_ops.lora_ops`, which defines the kernels, and those that import them.
-    """
+    """Let the kernels of adapters multiply all tokens of one at once, where they are defined and in other modules."""
 
     def shrink(inputs: Any, factors: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
         product = _by_adapter(inputs, factors, indices, output.dtype)
@@ -126,11 +113,7 @@ def _by_adapter(inputs: Any, factors: Any, indices: Any, dtype: Any) -> Any:
 
 
 def split_prompts(mixer: type[Any]) -> None:
-    """Let vLLM split a prompt where a state is kept.
-
-    Args:
-        mixer: `MambaMixer2`.
-    """
+    """Let vLLM split a prompt where a state is kept."""
     specify: Callable[..., Any] = mixer.get_kv_cache_spec
 
     @functools.wraps(specify)
@@ -144,11 +127,7 @@ def split_prompts(mixer: type[Any]) -> None:
 
 
 def rotate_rows(rotary: type[Any]) -> None:
-    """Let rotary embeddings turn a row a token.
-
-    Args:
-        rotary: `RotaryEmbedding`.
-    """
+    """Let rotary embeddings turn a row a token."""
     rotate: Callable[..., Any] = rotary.forward_cpu
 
     @functools.wraps(rotate)

@@ -43,13 +43,7 @@ class GivenIds(list[int]):
 
 
 def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor: ModuleType) -> None:
-    """Let vLLM's chat route take ids together with images.
-
-    Args:
-        renderer: `HfRenderer`.
-        tokenizing: `TokenizeParams`, which would make a plain list of the ids.
-        processor: The module `vllm.multimodal.processing.processor`.
-    """
+    """Let vLLM's chat route take ids together with images; `tokenizing` would make a plain list of the ids."""
     begin, render, base = renderer.__init__, renderer.render_messages_async, processor.BaseMultiModalProcessor
     process, put, validate = (
         base._cached_apply_hf_processor,  # noqa: SLF001  vLLM has no hook
@@ -105,8 +99,7 @@ def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor
 def refuse_unreadable_files(media: type[Any]) -> None:
     """Let vLLM refuse an image that is broken, or has too many pixels, with status 400, and not fail with 500.
 
-    Args:
-        media: `ImageMediaIO`, which catches two of the four errors that Pillow raises.
+    It catches two of the four errors that Pillow raises.
     """
     from PIL import Image
 
@@ -250,10 +243,7 @@ async def _with_places(events: AsyncIterator[str], places: str) -> AsyncIterator
 def places_text(prompt: Any, settings: str, pixels: dict[str, str]) -> str:
     """Return the places of a prompt's images as JSON in base64, which no JSON string of a reply contains.
 
-    Args:
-        prompt: vLLM's prompt, as its engine gets it.
-        settings: The digest of the processor's settings.
-        pixels: Digests of the pixels of earlier images by vLLM's hash; it is completed.
+    `settings` is the digest of the processor's. `pixels` has those of earlier images by vLLM's hash; it is completed.
     """
     images = []
     hashes = prompt.get("mm_hashes", {}).get("image", ())
