@@ -273,7 +273,7 @@ class Training:
     def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> bool:
         if self.weights is None or not self._sends_weights:
             return False
-        is_held = self.weights.hold(version, self.learner.policy.published(weights), probe)
+        is_held = self.weights.held.hold(version, self.learner.policy.published(weights), probe)
         if not is_held:
             log.error("version %d has weights that are not finite; engines will refuse its directory", version)
         return is_held

@@ -55,7 +55,7 @@ if __name__ == "__main__":
     weight_server.SILENCE_SECONDS = 10.0
     server = WeightServer(TrainerSettings())
     for version in (1, 2):
-        server.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
+        server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
     with database.write() as connection:
         processes.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
     print("ready", flush=True)

@@ -21,7 +21,7 @@ class WeightsInMemory:
     server: WeightServer
 
     def hold(self, version: int, directory: Path) -> None:
-        assert self.server.hold(version, load_file(directory / "model.safetensors"), {"token_ids": [1]})
+        assert self.server.held.hold(version, load_file(directory / "model.safetensors"), {"token_ids": [1]})
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import importlib.util
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, cast
@@ -354,23 +354,14 @@ def use_liger(model: Any) -> None:
         )
 
 
-def by_published_names(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by their names in a checkpoint, where each expert, for example, has tensors of its own."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    contiguous = {name: value.contiguous() for name, value in weights.items()}
-    return cast("dict[str, Tensor]", revert_weight_conversion(model, contiguous))
-
-
-def check_names(model: Any, weights: Mapping[str, Tensor], base: str) -> None:
-    """Refuse a model whose versions, which would hold these weights, would have other names than its own files.
+def check_names(published: Collection[str], base: str) -> None:
+    """Refuse a model whose versions would have these names, unlike the files of the base model.
 
     Raises:
         SettingsError: They would.
     """
     known = _files_of(base)
-    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in weights.items()}
-    if known and (strange := by_published_names(model, empty).keys() - known.keys() - {HEAD}):
+    if known and (strange := set(published) - known.keys() - {HEAD}):
         raise SettingsError(
             f"transformers writes {len(strange)} tensors of {base!r} under names that its files do not have, such as "
             f"{min(strange)!r}, and an engine that serves those files would not load them: save the model with "

@@ -38,7 +38,6 @@ from trainer.model.loading import (
     allocate,
     bad_checkpoint,
     base_of,
-    by_published_names,
     carried,
     check_names,
     checkpoint_layers,
@@ -133,8 +132,9 @@ class Policy:
         self._tied: set[str] = set()
         if self.spec.kind is PolicyKind.FULL:
             self._tied = tied_names(self._base)
-            names = {name: value for name, value in self._base.state_dict().items() if name not in self._tied}
-            check_names(self._base, names, self.spec.model)
+            state = self._base.state_dict()
+            empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in state.items()}
+            check_names(self.published(empty), self.spec.model)
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._base.forward).parameters
         self._is_measured = False
@@ -390,8 +390,14 @@ class Policy:
         copy_tokenizer(self.spec.model, directory)
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a whole model by their names in the checkpoint; `state` is of `trained_state`."""
-        return by_published_names(self._base, self._published(state))
+        """Return the weights of a whole model by their names in the checkpoint; `state` is of `trained_state`.
+
+        Each expert, for example, has tensors of its own there.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        contiguous = {name: value.contiguous() for name, value in self._published(state).items()}
+        return cast("dict[str, Tensor]", revert_weight_conversion(self._base, contiguous))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in self._tied}

@@ -9,52 +9,30 @@ stands in the ledger, so who can read the ledger can ask for weights. Training d
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from trainer.publish.checkpoint import HeldVersions
 from trainer.settings import TrainerSettings
-from turnwise.engine_plugin.channel import (
-    CHUNK_BYTES,
-    Channel,
-    Rendezvous,
-    TensorLayout,
-    TransferFailed,
-    checksum_of,
-)
+from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 16
-MOST_HELD = 2
-"""Versions that stay in memory; engines get older ones from their directories."""
 MOST_TRANSFERS = 64
 SILENCE_SECONDS = 60.0
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldVersion:
-    """A version in memory."""
-
-    layout: TensorLayout
-    buffer: Tensor
-    """All weights. [layout.num_bytes], uint8"""
-    checksum: str
-    probe: Json | None
-    """A text and its logprobs under these weights, as in a manifest; None without one."""
 
 
 class Transfer:
@@ -94,8 +72,7 @@ class WeightServer:
 
     def __init__(self, rule: TrainerSettings) -> None:
         self._rule = rule
-        self._held: dict[int, HeldVersion] = {}
-        self._lock = threading.Lock()
+        self.held = HeldVersions()
         self._transfers: dict[str, Transfer] = {}
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
@@ -107,23 +84,6 @@ class WeightServer:
         self._thread.start()
         host = f"[{rule.weight_host}]" if ":" in rule.weight_host else rule.weight_host
         self.url = f"http://{host}:{self._http.server_address[1]}/{self._key}"
-
-    def hold(self, version: int, weights: Mapping[str, Tensor], probe: Json | None) -> bool:
-        """Copy a version; return False where a weight is not finite."""
-        if not all(bool(torch.isfinite(value.sum(dtype=torch.float32))) for value in weights.values()):
-            return False
-        layout = TensorLayout.of(weights)
-        buffer = layout.pack(weights)
-        held = HeldVersion(layout, buffer, checksum_of(buffer), probe)
-        with self._lock:
-            self._held[version] = held
-            for old in sorted(self._held)[:-MOST_HELD]:
-                del self._held[old]
-        return True
-
-    def find(self, version: int) -> HeldVersion | None:
-        with self._lock:
-            return self._held.get(version)
 
     @contextlib.contextmanager
     def engines_asleep(self) -> Iterator[None]:
@@ -169,7 +129,7 @@ class WeightServer:
         return HTTPStatus.NOT_FOUND, {"error": "no such page"}
 
     def _describe(self, version: int) -> tuple[HTTPStatus, Json]:
-        held = self.find(version)
+        held = self.held.find(version)
         if held is None:
             return _not_held(version)
         return HTTPStatus.OK, {"version": version, "num_bytes": held.layout.num_bytes, "probe": held.probe}
@@ -178,7 +138,7 @@ class WeightServer:
         version, num_workers = body.get("version"), body.get("num_workers")
         if not isinstance(version, int) or not isinstance(num_workers, int) or num_workers < 1:
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": f"version and num_workers must be numbers, not {body!r}"}
-        held = self.find(version)
+        held = self.held.find(version)
         if held is None:
             return _not_held(version)
         rendezvous = Rendezvous(self._rule.weight_host, SILENCE_SECONDS)

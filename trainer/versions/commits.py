@@ -88,6 +88,7 @@ class Commits:
         self._checkpoints = checkpoints
         self._config = config
         self._keeps_refused = keeps_refused
+        self._settings = config.saved()
         self._pending: list[FinishedBatch] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
@@ -243,7 +244,7 @@ class Commits:
         self._wait()
         version = state.progress.policy_version
         self._written = self._written | {version}
-        values, tensors = state.values() | {"settings": self._config.saved()}, copied(state.tensors())
+        values, tensors = state.values() | {"settings": self._settings}, copied(state.tensors())
         batches, self._num_versions = self._take(), 0
         self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches, self._directory)
 

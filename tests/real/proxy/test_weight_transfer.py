@@ -79,7 +79,7 @@ def assert_received(stage: Stage, version: int) -> None:
 async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: Stage, trainer: WeightServer):
     async with stage.process() as process:
         for version in (1, 2):
-            trainer.hold(version, weights(version), NO_PROBE)
+            trainer.held.hold(version, weights(version), NO_PROBE)
             publish_unwritten(stage, version)
             await process.follow()
             assert process.versions == [version, version]
@@ -100,7 +100,7 @@ async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stag
             return is_sent
 
         monkeypatch.setattr(transfer.Transfers, "send", noted)
-        trainer.hold(1, weights(1), NO_PROBE)
+        trainer.held.hold(1, weights(1), NO_PROBE)
         publish_unwritten(stage, 1)
         await process.follow()
         assert process.versions == [1, 1]
@@ -109,7 +109,7 @@ async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stag
 
 async def test_an_engine_that_was_restarted_gets_the_served_version(stage: Stage, trainer: WeightServer):
     async with stage.process() as process:
-        trainer.hold(1, weights(1), NO_PROBE)
+        trainer.held.hold(1, weights(1), NO_PROBE)
         publish_unwritten(stage, 1)
         await process.follow()
         restarted = stage.engines[0].state
@@ -136,7 +136,7 @@ async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage
     """The trainer is killed before the directory is complete, and its next process gives the version up."""
     async with stage.process() as process:
         await process.serve(1)
-        trainer.hold(2, weights(2), NO_PROBE)
+        trainer.held.hold(2, weights(2), NO_PROBE)
         publish_unwritten(stage, 2)
         await process.follow()
         assert process.versions == [2, 2]
@@ -151,7 +151,7 @@ async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(
     async with stage.process() as process:
         stage.publish(1)
         for version in (2, 3):
-            trainer.hold(version, weights(version), NO_PROBE)
+            trainer.held.hold(version, weights(version), NO_PROBE)
             publish_unwritten(stage, version)
         await process.follow()
         stage.pin(1)
@@ -161,7 +161,7 @@ async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(
 
 
 async def test_an_engine_without_the_backend_reads_directories(stage: Stage, trainer: WeightServer):
-    trainer.hold(1, weights(1), NO_PROBE)
+    trainer.held.hold(1, weights(1), NO_PROBE)
     for engine in stage.engines:
         engine.state.script.weight_transfer = False
     async with stage.process() as process:
@@ -172,7 +172,7 @@ async def test_an_engine_without_the_backend_reads_directories(stage: Stage, tra
 
 async def test_without_a_trainer_and_without_a_directory_the_last_good_version_stays(stage: Stage, trainer):
     async with stage.process() as process:
-        trainer.hold(1, weights(1), NO_PROBE)
+        trainer.held.hold(1, weights(1), NO_PROBE)
         publish_unwritten(stage, 1)
         await process.follow()
         announce(stage, "http://127.0.0.1:9/key")  # nothing listens there
@@ -217,11 +217,11 @@ async def test_bytes_that_change_on_the_way_are_noticed_before_the_model_is_touc
 
     def corrupt(self: channel.Channel, buffer: torch.Tensor, chunk_bytes: int) -> None:
         original(self, buffer, chunk_bytes)
-        if buffer.data_ptr() != trainer.find(1).buffer.data_ptr():
+        if buffer.data_ptr() != trainer.held.find(1).buffer.data_ptr():
             buffer[100] ^= 1
 
     monkeypatch.setattr(channel.Channel, "broadcast", corrupt)
-    trainer.hold(1, weights(1), NO_PROBE)
+    trainer.held.hold(1, weights(1), NO_PROBE)
     async with stage.process() as process:
         await process.serve(1)
         assert stage.loads == [["v1"], ["v1"]]
@@ -230,7 +230,7 @@ async def test_bytes_that_change_on_the_way_are_noticed_before_the_model_is_touc
 async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage: Stage, trainer: WeightServer):
     for engine in stage.engines:
         engine.state.is_updating = True
-    trainer.hold(1, weights(1), NO_PROBE)
+    trainer.held.hold(1, weights(1), NO_PROBE)
     async with stage.process() as process:
         publish_unwritten(stage, 1)
         await process.follow()
@@ -238,12 +238,12 @@ async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage: Stag
 
 
 def test_a_version_with_a_weight_that_is_not_finite_is_not_offered(trainer: WeightServer):
-    assert not trainer.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
-    assert trainer.find(1) is None
+    assert not trainer.held.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
+    assert trainer.held.find(1) is None
 
 
 def test_a_request_with_a_wrong_key_is_not_found(trainer: WeightServer):
-    trainer.hold(1, weights(1), NO_PROBE)
+    trainer.held.hold(1, weights(1), NO_PROBE)
     key = trainer.url.rpartition("/")[2]
     assert trainer.answer("GET", f"/{key}/versions/1", {})[0] == 200
     assert trainer.answer("GET", "/guess/versions/1", {})[0] == 404

@@ -50,15 +50,15 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
     assert announced() == [workflow.weights.url]
     workflow.learn(state)
     for version in (1, 2):
-        held = workflow.weights.find(version)
+        held = workflow.weights.held.find(version)
         written = load_file(tmp_path / "policies" / f"v{version:06d}" / "model.safetensors")
         assert all(torch.equal(tensor, written[name]) for name, tensor in held.layout.views(held.buffer))
     workflow.close()
     assert announced() == []
     resumed = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     resumed.setup(0)
-    assert resumed.weights.find(2).checksum == held.checksum
-    assert resumed.weights.find(2).probe == held.probe
+    assert resumed.weights.held.find(2).checksum == held.checksum
+    assert resumed.weights.held.find(2).probe == held.probe
     resumed.close()
     db.close()
 
