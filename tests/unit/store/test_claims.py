@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, processes, retention, rewards, rows, schema, sessions, turns, updates, versions
+from turnwise.store import claims, processes, retention, rows, schema, sessions, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
-from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, name_digest, utc_now
+from turnwise.types import Outcome, PolicyVersion, Session, Turn, UpdateRecord, name_digest, utc_now
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 MINUTE = datetime.timedelta(minutes=1)
@@ -328,11 +328,3 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: 
     assert sorted(claimed) == sorted(names)
     assert {row.status for row in group_rows(database).values()} == {"trained"}
     assert {row.fencing_token for row in group_rows(database).values()} == {1}
-
-
-def test_a_reward_after_training_changes_the_ledger_and_not_the_group(database: Database) -> None:
-    add_ready(database, "a")
-    ack(database, claim(database), update())
-    with database.write() as connection:
-        rewards.add_rewards(connection, [Reward(session_id="a", value=5)])
-    assert group_rows(database)["a"].status == "trained"

@@ -27,14 +27,12 @@ from turnwise.store import (
 from turnwise.store.database import Connection, Database
 from turnwise.store.turns import append_rows, append_turns, find_turn, read_turn, read_turns
 from turnwise.types import (
-    Credit,
     Outcome,
     PolicyStatus,
     PolicyVersion,
     Reward,
     Session,
     SessionStatus,
-    Split,
     Turn,
     utc_now,
 )
@@ -53,35 +51,6 @@ def append_and_read(connection: Connection, batch: list[Turn]) -> list[Turn]:
         find_turn(connection, turn.tenant, turn.session_id, turn_id=turn.turn_id, request_key=turn.request_key)
         for turn in batch
     ]
-
-
-def test_a_session_is_read_as_it_was_created(database: Database) -> None:
-    session = Session(
-        session_id="s",
-        task_id="t",
-        run=3,
-        group_id="g",
-        group_size=4,
-        split=Split.EVAL,
-        credit=Credit.STEP_WISE,
-        gamma=0.9,
-        sampling={"temperature": 0.7},
-        metadata={"näme": ["\ud800", "\0"]},
-    )
-    with database.write() as connection:
-        stored, created = sessions.create_session(connection, session)
-    assert created
-    assert stored == dataclasses.replace(session, last_active_at=session.created_at)
-    assert stored_session(database) == stored
-
-
-def test_creating_a_session_twice_returns_the_first_one(database: Database) -> None:
-    with database.write() as connection:
-        first, _ = sessions.create_session(connection, Session(session_id="s", task_id="a"))
-        again, created = sessions.create_session(connection, Session(session_id="s", task_id="b"))
-        other, is_other_new = sessions.create_session(connection, Session(session_id="s", tenant="other"))
-    assert (again, created) == (first, False)
-    assert (other.tenant, is_other_new) == ("other", True)
 
 
 def test_a_full_or_different_group_refuses_a_session(database: Database) -> None:
@@ -264,11 +233,6 @@ def test_a_group_is_ready_when_as_many_sessions_as_its_size_are_finished(databas
     assert groups_by_status(database) == {"ready": 1}
     finish(database, "b")  # one more than needed changes nothing
     assert groups_by_status(database) == {"ready": 1}
-
-
-def test_eval_sessions_have_no_group(database: Database) -> None:
-    add_finished(database, split=Split.EVAL, group_id="g", group_size=1)
-    assert groups_by_status(database) == {}
 
 
 def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turns(database: Database) -> None:

@@ -333,8 +333,9 @@ def growing(names: Collection[str], few: Database, many: Database) -> dict[str, 
 def test_the_work_of_a_tenants_call_does_not_grow_with_the_data_of_other_tenants(
     sqlite_store: Database, tmp_path: Path
 ) -> None:
+    """Nor that of the last page of sessions to archive, which reads no young session."""
     with filled(tmp_path / "others.db", 10 * OTHER_GROUPS, 0) as larger:
-        assert growing(OF_TENANT, sqlite_store, larger) == {}
+        assert growing([*OF_TENANT, "no more sessions to archive"], sqlite_store, larger) == {}
 
 
 def test_the_work_of_a_call_of_one_session_does_not_grow_with_its_tenants_data(
@@ -342,13 +343,6 @@ def test_the_work_of_a_call_of_one_session_does_not_grow_with_its_tenants_data(
 ) -> None:
     with filled(tmp_path / "own.db", OTHER_GROUPS, 10 * OTHER_GROUPS) as larger:
         assert growing(OF_TENANT.keys() - GROWING_WITH_THE_TENANT, sqlite_store, larger) == {}
-
-
-def test_the_last_page_of_sessions_to_archive_does_not_read_young_sessions(
-    sqlite_store: Database, tmp_path: Path
-) -> None:
-    with filled(tmp_path / "young.db", 10 * OTHER_GROUPS, 0) as larger:
-        assert growing(["no more sessions to archive"], sqlite_store, larger) == {}
 
 
 @pytest.mark.postgres

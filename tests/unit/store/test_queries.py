@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from support.ledger_samples import add_finished, add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import NotFound
@@ -227,15 +227,6 @@ def test_the_dry_run_computes_experiences_with_another_credit_policy(forest: Dat
         ]
     assert own == [[3], [3], [3], [3]]
     assert dry == [[0], [0], [0], [3]]
-
-
-def test_experiences_of_many_sessions_stream_in_order(database: Database) -> None:
-    names = [f"s{n:02}" for n in range(40)]
-    for name in names:
-        add_finished(database, name)
-    with database.read() as connection:
-        found = [one.session_id for one in experiences.experiences(connection, SessionFilter())]
-    assert found == names
 
 
 def test_experience_arrays_are_the_readers_own(forest: Database) -> None:

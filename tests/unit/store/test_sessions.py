@@ -74,13 +74,14 @@ def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) 
     add_session(database, "known", turns=1)
     add_session(database, "first", group_id="taken", turns=0)
     fields = {"opened_by": "call", "metadata": {"näme": ["\ud800", "\0"]}, "sampling": {"temperature": 1e-05}}
+    fields |= {"task_id": "t", "run": 3, "credit": Credit.STEP_WISE, "gamma": 0.9}
     new = [Session(session_id=name, **fields) for name in ("new", "also_new", "new")]
     others = [
         Session(session_id="known"),
         Session(session_id="taken"),
         Session(session_id="grouped", group_id="g", group_size=2),
         Session(session_id="judged", split=Split.EVAL),
-        Session(session_id="new", tenant="other"),
+        Session(session_id="new", tenant="other", task_id="u"),
     ]
     with database.write() as connection:
         opened = sessions.create_sessions(connection, [*new, *others])
