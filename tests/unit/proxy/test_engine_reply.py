@@ -156,11 +156,6 @@ def test_prompt_ids_that_are_no_ids_are_refused(array):
         read(b'{"choices":[],"prompt_token_ids":%b}' % array)
 
 
-def test_the_text_of_prompt_ids_has_no_spaces():
-    assert read(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}')[1].prompt_ids == b"1,22,3"
-    assert read(b'{"choices":[],"prompt_token_ids":null}', b'{"choices":[]}')[1].prompt_ids == b""
-
-
 def test_the_longest_usual_reply_fits_into_the_default_limit_of_bytes():
     """131,072 tokens, each with 20 alternatives of three Chinese characters and a logprob of 17 digits, as a stream."""
     token = {"token": "\u7684\u4e00\u662f", "logprob": -12.375001907348633, "bytes": [231, 154, 132] * 3}

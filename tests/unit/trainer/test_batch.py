@@ -8,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.experience_factory import experience
-from support.migrated import new_database
-from support.tiny_models import load_model, make_model
-from support.trainer_ledger import Rollouts
+from support.tiny_models import make_model
 
 from trainer.algorithms.algorithm import loss_of
 from trainer.batch.batch import build, minibatches, pack
@@ -21,9 +19,6 @@ from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.chains import EID, Experience, merge_session, split_session
-from turnwise.store import experiences as stored_experiences
-from turnwise.store.experiences import PER_CHAIN
-from turnwise.store.selection import SessionFilter
 from turnwise.types import Turn
 
 CPU = torch.device("cpu")
@@ -221,20 +216,6 @@ def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, r
     assert actual[0] == pytest.approx(expected[0], abs=1e-5)
     assert float((actual[1] - expected[1]).abs().max()) <= 1e-5
     assert actual[2] < expected[2]
-
-
-def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path, policy):
-    """The packed forward gives the logprobs of the rollouts: every chain attends only to its own prefix."""
-    db = new_database(tmp_path / "ledger.db")
-    model = load_model(policy.spec.model)
-    Rollouts(db, model, num_turns=3).play("a", num_groups=2)
-    with db.read() as conn:
-        found = list(stored_experiences.experiences(conn, SessionFilter(), PER_CHAIN))
-    db.close()
-    batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
-    agent = PolicyAgent(policy, TrainerSettings(algorithm={"correction": "tis"}, row_tokens=90))
-    logprobs = agent.logprobs_of(batch, range(len(batch.experiences)))
-    np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 
 
 def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
