@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from harnesses import proxy_process
 from harnesses.checks import COMPACTION_REASONS, asks_for_summary
 from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
 from harnesses.page import page
 from harnesses.play import SAMPLES, Verdict, examine, examine_sampling
+from harnesses.proxy_process import ProxyProcess
 from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.run import Stage
 from harnesses.shortening import ShorteningHarness, examine_shortening
@@ -52,7 +52,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory(prefix="harnesses-") as temporary,
         _engine(wanted.engine, scratch, Path(temporary)) as engine,
-        proxy_process.running(engine.url, Path(temporary)) as proxy,
+        contextlib.closing(ProxyProcess(engine.url, Path(temporary))) as proxy,
     ):
         while left and time.monotonic() < deadline:
             harness = left.pop(0)
@@ -106,7 +106,7 @@ def _engine(kind: str, scratch: Path, temporary: Path) -> Iterator[ScriptedEngin
 
 
 def _examine(
-    harness: Harness, scratch: Path, proxy: proxy_process.ProxyProcess, engine: ScriptedEngine, *, only_sampling: bool
+    harness: Harness, scratch: Path, proxy: ProxyProcess, engine: ScriptedEngine, *, only_sampling: bool
 ) -> Verdict:
     try:
         directory = install(harness, scratch)

@@ -7,37 +7,12 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from harnesses.entry import ROOT
 from harnesses.recorder import Recorder, recording
 from support.engines import running_engine
 from turnwise_fake_engine import Fault, Rule, RunningFakeEngine, Script
 from turnwise_fake_engine.ledger import SeenCall
-
-
-class ScriptedEngine(Protocol):
-    @property
-    def url(self) -> str:
-        """Its base URL, without `/v1`."""
-
-    @property
-    def model(self) -> str:
-        """The name of its model."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Longest prompt and reply together."""
-
-    @property
-    def calls(self) -> list[SeenCall]:
-        """The calls since the last script."""
-
-    def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
-        """Replace the replies and faults."""
-
-    def forget_calls(self, num_known: int) -> None:
-        """Drop the calls after the first `num_known` from the list: those with which a new proxy checks the engine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +43,7 @@ class FakeEngine:
         self.running.state.script.faults[:] = faults
 
     def forget_calls(self, num_known: int) -> None:
+        """Drop the calls after the first `num_known` from the list: those with which a new proxy checks the engine."""
         del self.running.calls[num_known:]
 
 
@@ -98,6 +74,9 @@ class ForcedEngine:
 
     def forget_calls(self, num_known: int) -> None:
         del self.recorder.calls[num_known:]
+
+
+ScriptedEngine = FakeEngine | ForcedEngine
 
 
 @contextlib.contextmanager

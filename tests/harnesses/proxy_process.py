@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.proxies import RunningProxy, running_proxy
 
 
 class ProxyProcess:
-    """A proxy over one database; another process takes its place after `kill -9`."""
+    """A proxy over one database; another process takes its place after `kill -9`; `ignored_ids` is its setting."""
 
     def __init__(self, engine_url: str, directory: Path, ignored_ids: Sequence[str] = ()) -> None:
         self._engine_url = engine_url
@@ -38,13 +38,3 @@ class ProxyProcess:
         return self._open.enter_context(
             running_proxy(self._engine_url, self._database, self._directory, port=port, environment=self._environment)
         )
-
-
-@contextlib.contextmanager
-def running(engine_url: str, directory: Path, *, ignored_ids: Sequence[str] = ()) -> Iterator[ProxyProcess]:
-    """Run a proxy in front of an engine until the block ends; `ignored_ids` is its setting."""
-    process = ProxyProcess(engine_url, directory, ignored_ids)
-    try:
-        yield process
-    finally:
-        process.close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from harnesses import proxy_process
 from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
@@ -55,7 +55,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("agents")
     with running_fake_engine(Script(model="gpt-4.1-mini", max_model_len=CONTEXT_TOKENS)) as running:
         engine = FakeEngine(running)
-        with proxy_process.running(engine.url, directory) as proxy:
+        with contextlib.closing(ProxyProcess(engine.url, directory)) as proxy:
             yield engine, proxy
 
 
@@ -64,7 +64,7 @@ def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("forced")
     with (
         running_forced_engine(directory / "model", directory) as engine,
-        proxy_process.running(engine.url, directory) as proxy,
+        contextlib.closing(ProxyProcess(engine.url, directory)) as proxy,
     ):
         yield engine, proxy
 
@@ -172,7 +172,7 @@ def test_the_id_of_a_real_client_names_its_session_and_its_sub_agent(tmp_path: P
         pytest.skip(str(error))
     with (
         running_fake_engine(Script(model="gpt-4.1-mini", max_model_len=CONTEXT_TOKENS)) as engine,
-        proxy_process.running(engine.url, tmp_path, ignored_ids=case.ignored) as proxy,
+        contextlib.closing(ProxyProcess(engine.url, tmp_path, case.ignored)) as proxy,
     ):
         stage = Stage(harness, directory, proxy, FakeEngine(engine))
         attempt = stage.attempt(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.in_process import in_process_proxy
-from support.open_files import no_free_files
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 from turnwise_fake_engine.tokens import write_tokenizer
@@ -24,6 +27,19 @@ from turnwise.types import Session
 SESSION = Session(session_id="s")
 NO_STORE = Database("sqlite:///never-opened.db")
 """Never opened: no policy is on trial."""
+
+
+@contextlib.contextmanager
+def no_free_files() -> Iterator[None]:
+    """Let this process open no file or connection in the block; those that are open stay usable."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
