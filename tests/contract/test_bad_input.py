@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,24 +79,18 @@ def test_a_reward_for_an_unknown_target_is_not_found(shared):
 
 
 @pytest.mark.parametrize(
-    ("headers", "param"),
-    [({"x-step": "-1"}, "step"), ({"x-step": "two"}, "step"), ({"x-step": "9" * 12}, "step")]
-    + [({"x-session-id": bad}, "session_id") for bad in ("..", "a b", "a/b", "x" * 257)]
-    + [({"idempotency-key": "k" * 257}, "Idempotency-Key")],
+    ("headers", "metadata", "param"),
+    [({"x-step": bad}, {}, "step") for bad in ("-1", "two", "9" * 12)]
+    + [({"x-session-id": bad}, {}, "session_id") for bad in ("..", "a b", "a/b", "x" * 257)]
+    + [({"idempotency-key": "k" * 257}, {}, "Idempotency-Key")]
+    + [({}, {"step": bad}, "step") for bad in (1.5, True, [])]
+    + [({}, {"session_id": bad}, "session_id") for bad in (5, ["x"])],
 )
-def test_an_invalid_identity_is_refused(shared, headers, param):
+def test_an_invalid_identity_is_refused(shared, headers, metadata, param):
     _, http = shared
-    reply = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    reply = http.post("/v1/chat/completions", json={**CHAT, "metadata": metadata}, headers=headers)
     refusal(reply, 400, "invalid_request")
     assert reply.json()["error"]["param"] == param
-
-
-@pytest.mark.parametrize(
-    "metadata", [{"step": 1.5}, {"step": True}, {"step": []}, {"session_id": 5}, {"session_id": ["x"]}]
-)
-def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
-    _, http = shared
-    refusal(http.post("/v1/chat/completions", json={**CHAT, "metadata": metadata}), 400, "invalid_request")
 
 
 def test_metadata_of_an_application_may_hold_any_text(shared):
@@ -110,22 +102,6 @@ def test_metadata_of_an_application_may_hold_any_text(shared):
         assert reply.headers["x-session-id"].startswith("metadata:")
     turns = both.proxy.turns(reply.headers["x-session-id"])
     assert [view.turn.step for view in turns] == [0, 1, 2]
-
-
-def test_a_google_request_without_contents_is_refused(shared):
-    _, http = shared
-    assert http.post("/v1beta/models/fake:generateContent", json={}).status_code == 400
-
-
-@pytest.mark.parametrize("number", ["abc", "1.x", "1e999.", "9" * 5000])
-def test_a_number_of_a_google_schema_that_is_none_is_refused(shared, number):
-    _, http = shared
-    schema = {"type": "OBJECT", "properties": {"a": {"type": "STRING", "maxLength": number}}}
-    body = {
-        "contents": [{"parts": [{"text": "Hello."}]}],
-        "tools": [{"functionDeclarations": [{"name": "f", "parameters": schema}]}],
-    }
-    assert http.post("/v1beta/models/fake:generateContent", json=body).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -158,34 +134,72 @@ def messages_call(content, role: str = "user") -> dict:
     return {"messages": [{"role": "user", "content": "Hi."}, {"role": role, "content": content}]}
 
 
-MISSHAPEN = [
-    ("messages", {"system": 5}),
-    ("messages", {"system": ["Be brief."]}),
-    ("messages", {"output_config": {"format": 5}}),
-    ("messages", {"output_config": {"effort": ["high"]}}),
-    ("messages", {"tool_choice": {"type": ["auto"]}}),
-    ("messages", messages_call([{"type": "tool_result", "content": 5}])),
-    ("messages", messages_call([{"type": "tool_result", "content": [5]}])),
-    ("messages", messages_call([{"type": "image", "source": 5}])),
-    ("responses", {"input": [{"role": "user", "content": 5}]}),
-    ("responses", {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}),
-    ("responses", {"input": [{"role": "assistant", "content": 5}]}),
-    ("responses", {"input": [{"type": "function_call_output", "output": 5}]}),
-    ("responses", {"input": [{"type": "reasoning", "summary": 5}]}),
-    ("responses", {"text": {"format": 5}}),
+def google_number(number: str) -> dict:
+    schema = {"type": "OBJECT", "properties": {"a": {"type": "STRING", "maxLength": number}}}
+    return {"tools": [{"functionDeclarations": [{"name": "f", "parameters": schema}]}]}
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "fake", "messages": CHAT["messages"], "max_tokens": 5},
+    "/v1/responses": {"model": "fake", "input": "Hi."},
+    "/v1beta/models/fake:generateContent": {"contents": [{"parts": [{"text": "Hello."}]}]},
+}
+MESSAGES, RESPONSES, GOOGLE = WHOLE
+SHAPES = dict(zip(WHOLE, ("type message", "message type param code", "code message status details"), strict=True))
+"""The fields of an error in each format."""
+ABSENT = object()
+UNTRANSLATABLE: list[tuple[str, dict[str, Any], int, str]] = [
+    (MESSAGES, {"max_tokens": ABSENT}, 400, "max_tokens"),
+    (MESSAGES, {"messages": ABSENT}, 400, "messages"),
+    (MESSAGES, {"model": "policy-v0"}, 404, "is not served"),
+    (MESSAGES, {"messages": [{"role": "x", "content": "x"}]}, 400, "'x'"),
+    (MESSAGES, {"tools": [3]}, 400, "input_schema"),
+    (MESSAGES, {"system": 5}, 400, "system"),
+    (MESSAGES, {"system": ["Be brief."]}, 400, ""),
+    (MESSAGES, {"output_config": {"format": 5}}, 400, "format"),
+    (MESSAGES, {"output_config": {"effort": ["high"]}}, 400, "effort"),
+    (MESSAGES, {"tool_choice": {"type": ["auto"]}}, 400, ""),
+    (MESSAGES, messages_call([{"type": "tool_result", "content": 5}]), 400, "content"),
+    (MESSAGES, messages_call([{"type": "tool_result", "content": [5]}]), 400, ""),
+    (MESSAGES, messages_call([{"type": "image", "source": 5}]), 400, "source"),
+    (
+        MESSAGES,
+        messages_call([{"type": "image", "source": {"type": "file", "file_id": "f"}}]),
+        400,
+        "send its source as",
+    ),
+    (RESPONSES, {"input": ABSENT}, 400, "input"),
+    (RESPONSES, {"input": [{"type": "song"}]}, 400, "song"),
+    (RESPONSES, {"background": True}, 400, "background"),
+    (RESPONSES, {"tools": [{"name": "look"}]}, 400, "type"),
+    (RESPONSES, {"conversation": {}}, 400, "`conversation` is an id"),
+    (RESPONSES, {"conversation": "conv_1", "previous_response_id": "resp_1"}, 400, "not both"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_abc_0"}]}, 404, "msg_abc_0"),
+    (RESPONSES, {"input": [{"role": "user", "content": 5}]}, 400, "`input`"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}, 400, ""),
+    (RESPONSES, {"input": [{"role": "assistant", "content": 5}]}, 400, "`input`"),
+    (RESPONSES, {"input": [{"type": "function_call_output", "output": 5}]}, 400, "`input`"),
+    (RESPONSES, {"input": [{"type": "reasoning", "summary": 5}]}, 400, "`input`"),
+    (RESPONSES, {"text": {"format": 5}}, 400, "format"),
+    (GOOGLE, {"contents": ABSENT}, 400, ""),
+    *((GOOGLE, google_number(number), 400, "") for number in ("abc", "1.x", "1e999.", "9" * 5000)),
 ]
 
 
-@pytest.mark.parametrize(("route", "change"), MISSHAPEN)
-def test_a_field_that_cannot_be_translated_for_the_engine_is_refused_by_its_name(shared, route, change):
-    """The proxy translates the other dialects before it calls the engine."""
+@pytest.mark.parametrize(("path", "change", "status", "named"), UNTRANSLATABLE)
+def test_what_cannot_be_translated_for_the_engine_is_refused_by_name_in_the_shape_of_the_client(
+    shared, path, change, status, named
+):
+    """The proxy translates the other formats before it calls the engine."""
     both, http = shared
-    whole = {"messages": CHAT["messages"], "max_tokens": 5} if route == "messages" else {"input": "Hi."}
     asked = len(both.engine.calls)
-    reply = http.post(f"/v1/{route}", json={"model": "fake", **whole, **change})
-    assert reply.status_code == 400, reply.text
-    assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert len(both.engine.calls) == asked
+    body = {field: value for field, value in (WHOLE[path] | change).items() if value is not ABSENT}
+    reply = http.post(path, json=body)
+    assert (reply.status_code, len(both.engine.calls)) == (status, asked), reply.text
+    error = reply.json()
+    assert set(error["error"]) == set(SHAPES[path].split())
+    assert named in error["error"]["message"]
+    assert (error.get("type") == "error") == (path == MESSAGES)
 
 
 @pytest.mark.parametrize(("kind", "field"), [("text", "content"), ("thinking", "reasoning")])
@@ -233,20 +247,6 @@ def test_a_call_without_a_valid_engine_reply_gets_an_error_and_is_stored_with_it
     reply = http.post(f"/sessions/{session_id}/v1/chat/completions", json={**CHAT, "stream": stream})
     assert "retry" in refusal(reply, 503, "engine_unavailable")
     assert [view.turn.outcome for view in both.proxy.turns(session_id)] == ["error"]
-
-
-def test_calls_fail_with_an_error_while_the_database_is_locked_and_succeed_once_it_is_free(start_proxy, fake_engine):
-    """A reply that cannot be stored is not sent; the next call is served."""
-    proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "0.5")
-    path = proxy.database_url.removeprefix("sqlite:///")
-    with httpx2.Client(base_url=proxy.url, timeout=60) as http:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
-            holder.execute("BEGIN IMMEDIATE")
-            answer = refusal(http.post("/v1/chat/completions", json=CHAT), 503, "store_unavailable")
-            assert "locked" in answer
-        assert proxy.turns() == []
-        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-    assert len(proxy.turns()) == 1
 
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"

@@ -87,123 +87,78 @@ def test_a_whole_number_that_is_written_as_a_fraction_is_an_integer() -> None:
 SAID_USER = {"role": "user", "content": "Hi."}
 IMAGE: dict[str, Any] = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 USE = {"type": "tool_use", "id": "c", "name": "look"}
-LOST: dict[str, tuple[Any, dict[str, Any], str]] = {
-    **{
-        f"an input that is {type(value).__name__}": (
-            Messages(),
-            {"max_tokens": 9, "messages": [SAID_USER, {"role": "assistant", "content": [{**USE, "input": value}]}]},
-            "`input` must be a JSON object",
+Request = tuple[Any, dict[str, Any]]
+
+
+def said(*content: Any, role: str = "user", **fields: Any) -> Request:
+    return Messages(), {"max_tokens": 9, "messages": [{"role": role, "content": list(content)}], **fields}
+
+
+def items(*given: Any, **fields: Any) -> Request:
+    return Responses(), {"input": list(given), **fields}
+
+
+def parts(*given: Any, role: str = "user", **fields: Any) -> Request:
+    return Gemini(), {"contents": [{"role": role, "parts": list(given)}], **fields}
+
+
+HI = {"type": "text", "text": "Hi."}
+PNG = {"inlineData": {"mimeType": "image/png", "data": "aGk="}}
+NO_IMAGE = "a block of type 'image' cannot be served here; send text"
+LOST: list[tuple[Request, str]] = [
+    *((said({**USE, "input": bad}, role="assistant"), "`input` must be a JSON object") for bad in ("{}", [1], 5)),
+    *(
+        (parts({"functionCall": {"name": "look", "args": bad}}, role="model"), "`args` must be a JSON object")
+        for bad in ("{}", [1], 5)
+    ),
+    (said({"type": "tool_result", "content": 0}), "`content` must hold"),
+    (said(HI, system=[IMAGE]), NO_IMAGE),
+    (said({"type": "search_result", "content": [IMAGE]}), NO_IMAGE),
+    (said({**IMAGE, "source": {"type": "base64"}}), "send its source as `base64` or `url`, with what it names"),
+    (said({**IMAGE, "source": {"type": "url", "url": [1]}}), "`url` must be a JSON string"),
+    (parts({"text": "Hi."}, systemInstruction={"parts": [PNG]}), "a part that is no text; send text"),
+    *(
+        (said({"type": kind, **more, field: ["Hi."]}, role=role), f"`{field}` must be a JSON string")
+        for role, field, kind, more in (
+            ("user", "text", "text", {}),
+            ("assistant", "text", "text", {}),
+            ("assistant", "content", "compaction", {}),
+            ("assistant", "thinking", "thinking", {}),
+            ("user", "title", "document", {"source": {"type": "text", "data": "It rains."}}),
+            ("user", "title", "document", {"source": {"type": "content", "content": [IMAGE]}}),
+            ("user", "source", "search_result", {"content": []}),
+            ("user", "tool_name", "tool_reference", {}),
         )
-        for value in ('{"n": 1}', [1], 5)
-    },
-    **{
-        f"args that are {type(value).__name__}": (
-            Gemini(),
-            {"contents": [{"role": "model", "parts": [{"functionCall": {"name": "look", "args": value}}]}]},
-            "`args` must be a JSON object",
-        )
-        for value in ('{"n": 1}', [1], 5)
-    },
-    "a result that is a number": (
-        Messages(),
-        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result", "content": 0}]}]},
-        "`content` must hold",
     ),
-    "an image of a system prompt": (
-        Messages(),
-        {"max_tokens": 9, "messages": [SAID_USER], "system": [IMAGE]},
-        "a block of type 'image' cannot be served here; send text",
-    ),
-    "an image of a search result": (
-        Messages(),
-        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "search_result", "content": [IMAGE]}]}]},
-        "a block of type 'image' cannot be served here; send text",
-    ),
-    "an image without data": (
-        Messages(),
-        {"max_tokens": 9, "messages": [{"role": "user", "content": [{**IMAGE, "source": {"type": "base64"}}]}]},
-        "send its source as `base64` or `url`, with what it names",
-    ),
-    "an image of a system instruction": (
-        Gemini(),
-        {
-            "contents": [{"parts": [{"text": "Hi."}]}],
-            "systemInstruction": {"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]},
-        },
-        "a part that is no text; send text",
-    ),
-    "a text that is a list": (
-        Messages(),
-        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "text", "text": ["Hi."]}]}]},
-        "`text` must be a JSON string",
-    ),
-    **{
-        f"a {block['type']} of a {role} whose {field} is a list": (
-            Messages(),
-            {"max_tokens": 9, "messages": [{"role": role, "content": [{**block, field: ["Hi."]}]}]},
-            f"`{field}` must be a JSON string",
-        )
-        for role, field, block in (
-            ("assistant", "text", {"type": "text"}),
-            ("assistant", "content", {"type": "compaction"}),
-            ("assistant", "thinking", {"type": "thinking"}),
-            ("user", "title", {"type": "document", "source": {"type": "text", "data": "It rains."}}),
-            ("user", "title", {"type": "document", "source": {"type": "content", "content": [IMAGE]}}),
-            ("user", "source", {"type": "search_result", "content": []}),
-            ("user", "tool_name", {"type": "tool_reference"}),
-        )
-    },
-    "an address of an image that is a list": (
-        Messages(),
-        {
-            "max_tokens": 9,
-            "messages": [{"role": "user", "content": [{**IMAGE, "source": {"type": "url", "url": [1]}}]}],
-        },
-        "`url` must be a JSON string",
-    ),
-    "a text of a system prompt that is an object": (
-        Messages(),
-        {"max_tokens": 9, "messages": [SAID_USER], "system": [{"type": "text", "text": {"a": 1}}]},
-        "`text` must be a JSON string",
-    ),
-    "a text of an item that is a number": (
-        Responses(),
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
-        "`text` must be a JSON string",
-    ),
-    "a message of a tool among items": (
-        Responses(),
-        {"input": [{"role": "tool", "tool_call_id": "c", "content": "ok"}]},
+    (said(HI, system=[{"type": "text", "text": {"a": 1}}]), "`text` must be a JSON string"),
+    (items({"role": "user", "content": [{"type": "input_text", "text": 5}]}), "`text` must be a JSON string"),
+    (
+        items({"role": "tool", "tool_call_id": "c", "content": "ok"}),
         "a message of role 'tool' cannot be served; send one of user, system, developer or assistant",
     ),
-    "calls in a message among items": (
-        Responses(),
-        {"input": [{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]},
+    (
+        items({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}),
         "send `tool_calls` as items of type function_call",
     ),
-    "an image in a reply among items": (
-        Responses(),
-        {
-            "input": [
-                {"role": "assistant", "content": [{"type": "input_image", "image_url": "https://somewhere/a.png"}]}
-            ]
-        },
+    (
+        items({"role": "assistant", "content": [{"type": "input_image", "image_url": "https://somewhere/a.png"}]}),
         "an assistant's message with images cannot be served; send text",
     ),
-    "a tool choice in the form of chat": (
-        Responses(),
-        {"input": "Hi.", "tools": [{"type": "function", "name": "look"}]}
-        | {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+    (
+        items(
+            SAID_USER,
+            tools=[{"type": "function", "name": "look"}],
+            tool_choice={"type": "function", "function": {"name": "look"}},
+        ),
         "`tool_choice` must have the `name` of a tool",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("dialect", "body", "refusal"), LOST.values(), ids=list(LOST))
-def test_what_no_chat_message_holds_is_refused_by_name_and_not_lost(
-    dialect: Any, body: dict[str, Any], refusal: str
-) -> None:
+@pytest.mark.parametrize(("asked", "refusal"), LOST)
+def test_what_no_chat_message_holds_is_refused_by_name_and_not_lost(asked: Request, refusal: str) -> None:
     """Without it the model would read a call without arguments, `None`, or nothing at all."""
+    dialect, body = asked
     with pytest.raises(InvalidRequest, match=re.escape(refusal)):
         dialect.parse({"model": "m", "stream": False, **body}, max_choices=1, max_messages=9)
 
