@@ -191,11 +191,11 @@ def test_both_clients_have_the_same_calls_with_the_same_arguments_and_descriptio
     assert calls(synchronous) == calls(asynchronous)
 
 
-def test_the_sdk_imports_few_modules_and_nothing_heavy():
+def test_the_sdk_and_its_command_import_few_modules_and_nothing_heavy():
     """No framework, driver, torch or engine: some 370 modules with Python's own, most of them numpy's."""
     code = """
 import sys
-import turnwise.client, turnwise.workflows, turnwise.workflows.trinity
+import turnwise.client, turnwise.commands.cli, turnwise.workflows, turnwise.workflows.trinity
 heavy = ("fastapi", "starlette", "torch", "sqlalchemy", "vllm", "verl", "openai")
 print(len(sys.modules), [name for name in heavy if name in sys.modules])
 """

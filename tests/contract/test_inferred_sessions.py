@@ -148,23 +148,6 @@ def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(
     assert sorted(sessions_of(proxy).values()) == [["one"], ["three"], ["two"]]
 
 
-def test_an_idempotency_key_alone_finds_the_stored_answer(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
-    """The first and a later call of a conversation are each sampled once; another idempotency key is another call."""
-    proxy = start_proxy(fake_engine.url)
-    first = call(proxy, [user("one")], idempotency_key="k1")
-    messages = [user("one"), first["choices"][0]["message"], user("two")]
-    second = call(proxy, messages, idempotency_key="k2")
-    proxy = restarted(start_proxy, proxy, fake_engine)
-    fake_engine.calls.clear()
-    again = [call(proxy, [user("one")], idempotency_key="k1"), call(proxy, messages, idempotency_key="k2")]
-    assert [reply["id"] for reply in again] == [first["id"], second["id"]]
-    assert [reply["choices"][0]["message"]["content"] for reply in again] == ["one", "two"]
-    assert fake_engine.calls == []
-    assert list(sessions_of(proxy).values()) == [["one", "two"]]
-    call(proxy, [user("one")], idempotency_key="k3")
-    assert len(fake_engine.calls) == 1
-
-
 def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
     """Its conversation continues in a new session; a call that names the expired one is refused and not sampled."""
     proxy = start_proxy(fake_engine.url, "--session-idle-seconds", "0.5")

@@ -385,16 +385,6 @@ def test_a_directory_of_two_policies_is_measured_without_its_trainers_state_and_
     assert (deleted["num_policies"], deleted["directories_left"]) == (2, [path["own"]])
 
 
-def test_a_turns_logprobs_are_recomputed_with_its_own_policy(world: World) -> None:
-    world.add_policy("a", "support")
-    version = world.publish("a", "support")
-    for key, served in (("support-a", version), ("admin-a", 0)):
-        turn_id = world.call(key).json()["id"]
-        recomputed = world.get("admin-a", f"/v1/turns/{turn_id}/logprobs")
-        assert (recomputed["policy_version_first"], recomputed["policy_version"]) == (served, served)
-        assert world.engine.calls[-1].body["model"] == (f"policy-v{version}" if version == served else "fake")
-
-
 def test_another_tenants_policy_does_not_exist(world: World) -> None:
     world.add_policy("a", "support")
     version = world.publish("a", "support")

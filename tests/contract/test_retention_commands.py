@@ -122,14 +122,6 @@ def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> N
     assert session_ids(copy) == {"a"}
 
 
-def test_a_misspelt_database_is_not_backed_up(tmp_path: Path) -> None:
-    """SQLite opens a file that does not exist as an empty one: each night's backup would be one of nothing."""
-    arguments = ["db", "backup", str(tmp_path / "backup.db"), "--database", f"sqlite:///{tmp_path}/turnwize.db"]
-    done = invoke(*arguments)
-    assert (done.exit_code, "there is no database at" in done.stderr) == (2, True)
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_proxy_deletes_sessions_over_the_age_of_its_setting(tmp_path: Path) -> None:
     database = new_database(tmp_path / "turnwise.db")
     add_ended(database, "ten-days")

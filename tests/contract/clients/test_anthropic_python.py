@@ -7,7 +7,6 @@ from typing import Any
 import anthropic
 import pytest
 from support.proxies import RunningProxy
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 USER: Any = {"role": "user", "content": "Hello there"}
 
@@ -15,23 +14,6 @@ USER: Any = {"role": "user", "content": "Hello there"}
 @pytest.fixture
 def client(proxy: RunningProxy) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=proxy.url, api_key="any", max_retries=0)
-
-
-def test_the_stream_helper_gives_text_thinking_and_the_final_message(
-    client: anthropic.Anthropic, fake_engine: RunningFakeEngine
-) -> None:
-    fake_engine.answer(Rule(reply=Reply(reasoning="hm, hm", text="So."), contains="think"))
-    asked: Any = [{"role": "user", "content": "think"}]
-    with client.messages.stream(
-        model="fake", max_tokens=200, messages=asked, thinking={"type": "enabled", "budget_tokens": 1024}
-    ) as stream:
-        events = list(stream)
-    thoughts = "".join(event.thinking for event in events if event.type == "thinking")
-    texts = "".join(event.text for event in events if event.type == "text")
-    assert (thoughts, texts) == ("hm, hm", "So.")
-    assert events[-1].type == "message_stop"
-    with client.messages.stream(model="fake", max_tokens=50, messages=[USER]) as stream:
-        assert "".join(stream.text_stream) == "Hello there"
 
 
 def test_the_tool_runner_runs_a_tool_to_the_end(client: anthropic.Anthropic, proxy: RunningProxy) -> None:

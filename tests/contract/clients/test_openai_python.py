@@ -35,16 +35,6 @@ def client(proxy: RunningProxy) -> openai.OpenAI:
     return openai.OpenAI(base_url=proxy.v1, api_key="any", max_retries=0)
 
 
-def test_chat_completions_stream_of_chunks(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model="fake", messages=[USER], stream=True, stream_options={"include_usage": True}
-        )
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello there"
-    assert chunks[-1].usage is not None
-
-
 def test_chat_completions_stream_helper_and_its_final_completion(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="fake", messages=[USER], tools=[TOOL(Look)]) as stream:
         kinds = {event.type for event in stream}

@@ -9,9 +9,8 @@ import socket
 
 import pytest
 import uvloop
-from support.open_files import no_free_files
 
-from proxy.engines.http_client import BUFFERED_BYTES, AnswerTooLong, Disconnected, HttpClient, NotConnected
+from proxy.engines.http_client import BUFFERED_BYTES, Disconnected, HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
@@ -202,18 +201,6 @@ async def test_a_slow_reader_is_no_silence_of_the_server():
             assert await answer.read() == b"ok"
 
 
-async def test_leaving_a_response_early_closes_the_connection():
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK[:-1])
-        await server.wait_for_the_end(reader)
-
-    async with serving(script) as (server, client):
-        with await client.request("GET", "/", b"", {}) as answer:
-            assert answer.status == 200
-        await asyncio.wait_for(server.has_lost.wait(), 60)
-
-
 async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
     body = bytes(range(256)) * (1 << 16)
     async with serving(answering(ok_with(body), OK)) as (_, client):
@@ -251,39 +238,6 @@ async def test_a_connection_that_is_not_accepted_in_time_is_an_error():
         with pytest.raises(Disconnected, match=r"no connection within 0\.2 s"):
             await post(client)
         await client.close()
-
-
-async def rounds(number: int = 200) -> None:
-    for _ in range(number):
-        await asyncio.sleep(0)
-
-
-async def test_an_answer_without_an_end_is_cut_off_at_the_limit():
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            while True:
-                writer.write(b"x" * 2**16)
-                await writer.drain()
-
-    async with serving(script) as (_, client):
-        with await client.request("GET", "/", b"", {}) as answer, pytest.raises(AnswerTooLong, match="1048576 bytes"):
-            await answer.read(2**20)
-        await rounds()
-        assert not client.running
-
-
-def test_a_connection_that_gets_no_open_file_fails_at_once_and_says_so() -> None:
-    """Without a limit of its own the call would wait for the whole time in which a connection must open."""
-
-    async def connect() -> None:
-        async with serving(answering(OK)) as (_, client):
-            with no_free_files(), pytest.raises(NotConnected, match="Too many open files"):
-                await post(client)
-            assert await post(client) == (200, b"ok")
-
-    uvloop.run(connect())
 
 
 def test_tcp_probes_a_silent_connection_so_that_a_vanished_host_is_noticed() -> None:

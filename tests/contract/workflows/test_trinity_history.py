@@ -11,7 +11,7 @@ import pytest
 from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Rule, ToolCall, tokens
 
-from turnwise.workflows import RewardPropagationWorkflow, StepWiseRewardWorkflow, Task
+from turnwise.workflows import StepWiseRewardWorkflow, Task
 from turnwise.workflows.trinity import ModelWrapper
 
 USER = {"role": "user", "content": "Hello there"}
@@ -227,38 +227,3 @@ def test_a_truncated_reply_is_marked_and_the_run_continues(proxy, fake_engine):
     made = Cut(task=Task(), model=model).run()
     model.client.close()
     assert [exp.truncate_status for exp in made] == ["response_truncated"] * 2
-
-
-STEP_REWARDS = (0.5, 0.0, 2.0)
-
-
-class Stepped(StepWiseRewardWorkflow):
-    max_step_num = 3
-
-    def step(self, step_num):
-        ask(self.client)
-        return True
-
-    def reward(self, exps, step_num):
-        return STEP_REWARDS[step_num]
-
-
-class Propagated(RewardPropagationWorkflow):
-    max_step_num = 3
-    step = Stepped.step
-
-    def reward(self, exps):
-        return 2.0
-
-
-@pytest.mark.parametrize(("kind", "returns"), [(Stepped, [[1.0], [1.0], [2.0]]), (Propagated, [[2.0], [2.0], [2.0]])])
-def test_step_rewards_become_discounted_credit(proxy, kind, returns):
-    """The original never discounts step rewards into credit; here each reaches the loss.
-
-    γ 0.5: the last step's 2, before it 0 + 0.5 · 2 = 1, first 0.5 + 0.5 · 1 = 1. A run's one reward is not discounted.
-    """
-    model = ModelWrapper(proxy.url, model="fake", session={"gamma": 0.5} if kind is Stepped else {})
-    kind(task=Task(), model=model).run()
-    lines = list(model.client.experiences(session_id=model.session_id))
-    model.client.close()
-    assert [line["return"] for line in lines] == returns
