@@ -101,7 +101,6 @@ def test_costs_are_shown_by_session_key_policy_and_update_and_stay_with_the_key_
     for session in "ac":
         finish(database, session)
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
-    assert held is not None
     with database.write() as connection:
         claims.ack(connection, held, update_record(1), trained={("default", "a"): {}})
     database.close()

@@ -39,7 +39,6 @@ def test_a_proxy_over_postgresql_captures_turns_that_a_trainer_claims_once(
     assert [len({view.turn.chain_id for view in proxy.turns(f"s{run}")}) for run in range(2)] == [1, 1]
     with contextlib.closing(Database(url)) as database:
         claimed = claims.claim(database, "trainer", max_groups=2, lease_seconds=60)
-        assert claimed is not None
         assert [group.group_id for group in claimed.groups] == ["g"]
         assert claims.claim(database, "another", max_groups=2, lease_seconds=60) is None
 

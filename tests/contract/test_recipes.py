@@ -221,7 +221,6 @@ def test_rated_calls_without_a_group_become_a_version(
         assert overview.count_rows(connection).groups == {"trained": 4}
         update = updates.last_update(connection)
     database.close()
-    assert update is not None
     assert (update.metrics["num_single_sessions"], update.metrics["num_uniform_groups"]) == (4, 0)
 
 

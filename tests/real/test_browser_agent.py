@@ -98,7 +98,6 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(
     assert {view.turn.outcome for view in views} == {Outcome.EXACT}
     policy = Policy(TrainerSettings(model=str(model), device="cpu"))
     policy.load(0)
-    assert policy.vision is not None
     with Database(proxy.database_url).read() as conn:
         for view in views:  # each shows one screenshot, of which the trainer makes the pixels that the engine saw
             (placed,) = (PlacedImage.of_json(image) for image in view.turn.images or ())

@@ -135,7 +135,6 @@ def add_long_session(database: Database, tenant: str) -> str:
             messages = [{"role": "user", "content": f"{number} " * (TURN_BYTES // len(f"{number} "))}]
             turn = make_turn(f"t{number}", turn, session_id="long", tenant=tenant, messages=messages)
             turns.append_turns(connection, [turn])
-    assert turn is not None
     return turn.turn_id
 
 

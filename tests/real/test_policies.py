@@ -161,6 +161,5 @@ def logprobs(proxy: RunningProxy, policy: str) -> list[list[float]]:
                 extra_body={"ignore_eos": True},
             )
             sampled = reply.choices[0].logprobs
-            assert sampled is not None
             found.append([entry.logprob for entry in sampled.content or ()])
     return found

@@ -245,7 +245,6 @@ def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(
     for (kind, content), view in zip(files.items(), seeing.turns(), strict=True):
         (placed,) = view.turn.images or ()
         assert (view.turn.outcome, placed["pixels"] != "") == (Outcome.EXACT, True), kind
-        assert policy.vision is not None
         policy.vision._pixels(dataclasses.replace(PlacedImage.of_json(placed), content=content))
 
 

@@ -235,7 +235,6 @@ def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
         stack.wait(threading.Event())
     """
     process = subprocess.Popen(_python(code), stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process
 

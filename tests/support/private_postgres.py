@@ -86,7 +86,6 @@ class PrivatePostgres:
                 return
 
     def stop(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         self._process.wait(START_SECONDS)
         self._process = None

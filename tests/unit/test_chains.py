@@ -64,7 +64,6 @@ def test_the_experts_of_a_chain_come_from_all_of_its_turns() -> None:
     second = dataclasses.replace(second, routed_experts=packed([0, 1, 2, 3, 4, 5, 6], 4, 8))
     third = make_turn("t3", second)  # streamed, for example
     [chain] = merge_session([first, second, third])
-    assert chain.routed_experts is not None
     assert chain.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1, -1, -1, -1]
     [short] = merge_session([make_turn("t1")])
     assert short.routed_experts is None

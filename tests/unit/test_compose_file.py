@@ -83,7 +83,6 @@ def test_only_the_proxy_is_on_a_network_with_external_access(profile: str, name:
 def test_every_container_is_locked_down(profile: str, name: str) -> None:
     service = service_of(profile, name)
     user = re.fullmatch(r"(\d+):(\d+)", service["user"])
-    assert user is not None
     assert int(user[1]) > 0
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -299,7 +298,6 @@ def test_a_key_that_the_operator_chose_is_the_first_admin_key_and_is_not_printed
     assert key not in invoke("db", "upgrade", "--database", url, "--admin-key-file", str(file)).output
     with contextlib.closing(Database(url)) as database, database.read() as conn:
         found = keys.verify_key(conn, key)
-    assert found is not None
     assert found.role == keys.KeyRole("admin")
 
 

@@ -41,7 +41,6 @@ def test_chat_completions_stream_helper_and_its_final_completion(client: openai.
         final = stream.get_final_completion()
     assert "tool_calls.function.arguments.done" in kinds
     calls = final.choices[0].message.tool_calls
-    assert calls is not None
     assert isinstance(calls[0].function.parsed_arguments, Look)
 
 
@@ -85,7 +84,6 @@ def test_a_conversation_names_its_session_and_continues_from_its_newest_response
     conversation: Any = {"id": "conv_kim"}
     ask = client.responses.create
     first = ask(model="fake", input="One", conversation="conv_kim")
-    assert first.conversation is not None
     assert first.conversation.id == "conv_kim"
     ask(model="fake", input="Elsewhere", conversation="conv_ann")
     with client.responses.stream(model="fake", input="Two", conversation=conversation) as stream:

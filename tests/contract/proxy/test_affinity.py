@@ -116,7 +116,6 @@ def test_every_call_of_a_session_is_answered_by_its_worker(tmp_path: Path, run: 
 async def hand_over_while_stopping(http: aiohttp.ClientSession, url: str, workers: list[Worker]) -> asyncio.Task[int]:
     """Hand a connection of worker 0 to worker 1, which is busy and then stops; return the request on it."""
     stopping = workers[1].affinity
-    assert stopping._socket is not None
     asyncio.get_running_loop().remove_reader(stopping._socket.fileno())  # it is busy
     waiting = asyncio.create_task(ask(http, url, owned_by(1), b"{}"))
     await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)

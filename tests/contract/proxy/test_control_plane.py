@@ -153,7 +153,6 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     assert ended["num_turns"] == 1
     (turn,) = http.get("/v1/sessions/kim/turns").json()["data"]
     claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-    assert claimed is not None
     update = update_record(7, policy_version=3, metrics={"reward_mean": 1.0})
     with database.write() as connection:
         claims.ack(connection, claimed, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}})

@@ -81,7 +81,6 @@ async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go
         await judge.close()
     assert (counts.num_sessions, counts.num_failed, counts.num_rewards) == (2, 1, 1)
     assert [(line["session_id"], line["value"]) for line in proxy.posted] == [("good", 0.5)]
-    assert counts.last_error is not None
     assert counts.last_error.startswith("session bad")
 
 

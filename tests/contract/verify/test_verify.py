@@ -165,7 +165,6 @@ def trained(database: Database, tmp_path: Path) -> Database:
     (directory / "model.safetensors").write_bytes(b"weights")
     write_manifest(directory, {"version": 1})
     claimed = claims.claim(database, "trainer", max_groups=2, lease_seconds=60)
-    assert claimed is not None
     update = update_record(1, trainer_id="trainer", num_groups=2, num_sessions=2, num_tokens=8)
     policy = PolicyVersion(version=1, path=str(directory), update_id=1, weights_digest=weights_digest(directory))
     advantages = {("default", "a"): ADVANTAGES, ("default", "b"): {"b-t1": 1.0, "b-t2": 1.0}}

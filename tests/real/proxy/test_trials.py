@@ -133,7 +133,6 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
         with stage.database.read() as conn:
             arms = versions.get_version(conn, 2).arms
             assert read_session(conn, "default", held[0].session_id).reward is not None
-    assert arms is not None
     assert (arms["canary"]["version"], arms["control"]["version"]) == (2, 1)
     assert (arms["canary"]["num_sessions"], arms["control"]["num_sessions"]) == (len(others), len(held))
     assert set(arms["lift"]) == {"reward", "stars"}

@@ -219,7 +219,6 @@ def test_the_turns_after_a_side_call_have_the_role_of_their_chain():
     """In memory, and after a restart, which reads the side call from the store."""
     call = call_of(USER, REPLY, {"role": "user", "content": "Summarize our conversation so far."})
     place = extending(call)
-    assert place.parent is not None
     place.parent.role = Role.SUB_AGENT
     sampled = running(call, place, Captured(SENT, {0: choice(7)}))
     turn = only(build_turns(sampled))

@@ -69,7 +69,6 @@ def test_google_s_own_bodies_with_objects_for_lists_and_strings_for_numbers_are_
     assert call.num_choices == 2
     expected = {"temperature": 0.5, "max_completion_tokens": 30, "seed": 0, "top_k": 5, "n": 2}
     assert expected.items() <= call.body.items()
-    assert call.tools is not None
     assert call.tools[0]["function"]["name"] == "look"
     with pytest.raises(InvalidRequest, match="`temperature` is a number"):
         gemini_call(contents=[{"parts": [{"text": "Hi."}]}], generationConfig={"temperature": "warm"})

@@ -77,7 +77,6 @@ def test_the_note_of_a_single_session_states_what_will_be_done_with_it(
     assert note(database).startswith("It is a single session and waits for the trainer")
     assert note(database).endswith("compared with those of other single sessions of the same agent.")
     held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-    assert held is not None
     with database.write() as connection:
         update = update_record(1, policy_version=0, num_groups=0, num_sessions=0, num_tokens=0)
         claims.ack(connection, held, update, refused={held.groups[0].key: "uniform_rewards"})
@@ -132,7 +131,6 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     add_judged(database, "s5", "g3", "t1", "theirs", 9.0)
     add_judged(database, "s6", "g3", "t1", "theirs", 9.0)
     claimed = claims.claim(database, "t", max_groups=3, lease_seconds=60)
-    assert claimed is not None
     update = update_record(4, policy_version=2, num_sessions=2, num_tokens=8, metrics={"kl": 0.5})
     with database.write() as connection:
         claims.ack(connection, claimed, update, refused={("mine", "g2"): "uniform_rewards"})
@@ -153,7 +151,6 @@ def test_the_newest_updates_are_listed_oldest_first(database: Database) -> None:
         add_judged(database, f"a{number}", f"g{number}", "t", "mine", 1.0)
         add_judged(database, f"b{number}", f"g{number}", "t", "mine", 0.0)
         claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-        assert claimed is not None
         update = update_record(number, num_sessions=2, num_tokens=8)
         with database.write() as connection:
             claims.ack(connection, claimed, update)

@@ -29,7 +29,6 @@ def test_a_significant_fall_of_the_reward_beyond_the_limit_rolls_back():
     """0.5 against 1.0; errors √(1/3)/√4 = 0.289 and 0: −0.5 + 2 × 0.289 = +0.08 is not sure; with 16 it is −0.24."""
     assert judge(arm([0.0, 0.0, 1.0, 1.0]), arm([1.0] * 4), SETTINGS) is None
     verdict = judge(arm([0.0, 1.0] * 8), arm([1.0] * 16), SETTINGS)
-    assert verdict is not None
     assert not verdict.is_good
     assert "-0.500 ± 0.129" in verdict.reason
 
@@ -37,7 +36,6 @@ def test_a_significant_fall_of_the_reward_beyond_the_limit_rolls_back():
 def test_a_reward_that_significantly_stays_within_the_limit_promotes():
     """0.95 against 1.0 without spread: −0.05 is above −0.1."""
     verdict = judge(arm([0.95] * 4), arm([1.0] * 4), SETTINGS)
-    assert verdict is not None
     assert verdict.is_good
 
 
@@ -46,14 +44,12 @@ def test_after_the_maximum_of_sessions_the_mean_alone_decides():
     nearly = [0.0] * 12 + [1.0] * 88
     assert judge(arm(nearly[:99]), arm([1.0] * 200), SETTINGS) is None
     verdict = judge(arm(nearly), arm([1.0] * 200), SETTINGS)
-    assert verdict is not None
     assert not verdict.is_good
 
 
 def test_broken_turns_roll_back_without_waiting_for_rewards():
     """30 of 100 against 5 of 100: +0.25, error √(0.0021 + 0.000475) = 0.0507; 0.25 − 0.10 = 0.149 is over 0.1."""
     verdict = judge(Arm((), 4, 100, 30), Arm((), 4, 100, 5), SETTINGS)
-    assert verdict is not None
     assert not verdict.is_good
     assert "25.0% more of its turns are broken" in verdict.reason
     assert judge(Arm((), 4, 100, 24), Arm((), 4, 100, 5), SETTINGS) is None
@@ -62,7 +58,6 @@ def test_broken_turns_roll_back_without_waiting_for_rewards():
 def test_without_rewards_a_trial_without_more_broken_turns_promotes_after_the_maximum_of_sessions():
     assert judge(Arm((), 99, 0, 0), Arm((), 400, 400, 0), SETTINGS) is None
     verdict = judge(Arm((), 100, 100, 0), Arm((), 400, 400, 0), SETTINGS)
-    assert verdict is not None
     assert verdict.is_good
 
 
@@ -118,7 +113,6 @@ def test_the_limits_follow_what_engine_and_trainer_differ_by_at_version_0(dtype,
 def test_a_mismatch_names_both_numbers_both_limits_and_the_likely_cause():
     probe, at_base = Probe([5, 6, 7], [-1.0, -2.0]), Gap(3e-6, 3e-5)
     found = mismatch(probe, Gap(0.5, 1.0), engine_dtype="float32", at_base=at_base, tolerance=None)
-    assert found is not None
     assert found.startswith(
         "the engine's logprobs are 0.5 nats from the checkpoint's own probe on average and 1 at most, which at version "
         "0 was 3e-06 and 3e-05; the limits for float32 on an engine in float32 are 5e-05 and 0.0005 "

@@ -135,7 +135,6 @@ def test_a_lease_from_before_the_clock_was_set_back_is_void(database: Database) 
 def test_no_lease_is_longer_than_the_longest(database: Database) -> None:
     add_ready(database, "a")
     claimed = claims.claim(database, "t", max_groups=1, lease_seconds=1e6, now=NOW)
-    assert claimed is not None
     assert leased_until(database) == NOW + 60 * MINUTE
     claims.renew(database, claimed, 1e6, now=NOW + MINUTE)
     assert leased_until(database) == NOW + 61 * MINUTE

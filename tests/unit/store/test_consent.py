@@ -123,7 +123,6 @@ def test_a_marked_session_is_in_no_group_and_a_ready_one_leaves_the_claimable(da
     with database.read() as conn:
         assert claims.num_claimable(conn) == (0, 1)
         progress = groups.progress_of(conn, sessions.read_session(conn, "default", "ready"))
-    assert progress is not None
     assert (progress.status, progress.reason) == ("dropped", "no_consent")
 
 
@@ -132,7 +131,6 @@ def test_of_a_claimed_group_the_sessions_without_a_mark_are_trained_and_the_leas
         add_session(database, name, group_id="g", group_size=2, user_id=name)
         finish(database, name)
     held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-    assert held is not None
     apply(database, mark("user", "a"))
     with database.read() as conn:
         found = list(experiences.experiences_of_groups(conn, held.group_pks))

@@ -15,7 +15,6 @@ def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
     with database.write() as connection:
         key_id, key = keys.create_key(connection, "acme", KeyRole.TRAINER, "nightly")
         verified = keys.verify_key(connection, key)
-        assert verified is not None
         assert (verified.key_id, verified.tenant, verified.role, verified.name) == (
             key_id,
             "acme",

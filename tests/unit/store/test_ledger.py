@@ -374,7 +374,6 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         assert (failed.status, failed.error) == (PolicyStatus.FAILED, "not finite")
         assert failed.metrics == {"engine_answer": 1}
         newest = serving.serving_state(connection).newest
-        assert newest is not None
         assert newest.version == 1
         serving.pin_policy(connection, 0)
         assert serving.serving_state(connection).pinned_version == 0
@@ -393,7 +392,6 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
             change(connection)
     with database.read() as connection:
         active_now = serving.serving_state(connection).active
-    assert active_now is not None
     assert active_now.version == 1  # a failed activation left it in place
     with pytest.raises(Conflict, match="'/1', not '/other'"), database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=1, path="/other"))

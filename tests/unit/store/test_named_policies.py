@@ -235,7 +235,6 @@ def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tupl
     assert claims.take_back(database, "t", b) == 0
     assert claims.take_back(database, "t", a) == 2
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=a)
-    assert held is not None
     record = update_record(1, policy_id=a, policy_version=3, num_groups=2, num_sessions=2, num_tokens=4)
     with database.write() as conn:
         assert claims.ack(conn, held, record, adapter(3, a, update_id=1))
@@ -362,7 +361,6 @@ def test_a_part_is_stale_and_in_flight_by_its_own_versions(database: Database, t
             sessions.end_session(conn, "default", session_id)
     assert claimed_by(database, a, min_policy_version=3) is None
     of_b = claimed_by(database, b, min_policy_version=3)
-    assert of_b is not None
     assert [(each.group_id, each.is_single) for each in of_b.groups] == [("s", True)]
     with database.read() as conn:
         (waiting,) = conn.execute(sa.select(schema.groups.c.status).where(schema.groups.c.part_of.is_(None)))

@@ -112,7 +112,6 @@ def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: 
 
 def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
     found = turns.find_turn(connection, "default", "s", request_key="key")
-    assert found is not None
     assert found.turn_id == "t4"
     assert turns.find_turn(connection, "default", "s", request_key="other") is None
     assert selection.sessions_of_turns(connection, "default", ["t4", "t9"]) == {"t4": "s"}
@@ -323,7 +322,6 @@ def test_a_session_has_the_credit_of_its_own_policy(database: Database) -> None:
         rewards.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
     with database.read() as connection:
         credit = experiences.session_credit(connection, selection.session_row(connection, "default", "s").session_pk)
-    assert credit is not None
     assert credit.turn_rewards == {"s-t1": 1.0, "s-t2": 1.0}
     # 1 + 0.5 * 1 = 1.5
     assert credit.turn_returns == {"s-t1": 1.5, "s-t2": 1.0}

@@ -42,7 +42,6 @@ def sweeps(database: Database) -> int:
 
 def train_all(database: Database) -> None:
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
-    assert held is not None
     update = update_record(1, policy_version=4)
     with database.write() as connection:
         trained = {(group.tenant, group.group_id): {f"{group.group_id}-t1": 1.0} for group in held.groups}

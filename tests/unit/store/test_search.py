@@ -167,7 +167,6 @@ def paged(database: Database) -> Database:
     for number in range(1, 5):
         add_finished(database, f"s{number}", turns=4, metadata={"text": TEXT})
         claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-        assert claimed is not None
         record = update_record(number, metrics={"text": TEXT})
         with database.write() as connection:
             claims.ack(connection, claimed, record, trained={})

@@ -27,7 +27,6 @@ KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-
 
 def train(database: Database, update_id: int, advantages, refused=None) -> None:
     claimed = claims.claim(database, "t", max_groups=9, lease_seconds=60)
-    assert claimed is not None
     record = update_record(update_id, num_sessions=2, num_tokens=4)
     with database.write() as connection:
         assert claims.ack(connection, claimed, record, refused=refused, trained=advantages)

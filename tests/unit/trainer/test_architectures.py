@@ -224,7 +224,6 @@ def test_the_trainer_follows_the_experts_of_each_kind_of_router(family: str, cha
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
     tokens, own = torch.arange(10)[None], dict[int, torch.Tensor]()
     replay = RouterReplay.of(model, is_wanted=True)
-    assert replay is not None
     for layer, router in replay._routers.items():
         router.register_forward_hook(lambda _, __, found, layer=layer: own.update({layer: found[2]}))
     with torch.no_grad():

@@ -109,13 +109,11 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         assert sentinels.check(conn, {}) is None
         assert sentinels.check(conn, {"questions": 1.0, "kl": 0.5}) is None
         moved = sentinels.check(conn, {"kl": 0.4})
-        assert moved is not None
         assert moved.startswith("sentinel 'kl' of version 1 is 0.5 against 0 of what sampled its batch, beyond its")
         assert len(experiences.live_sessions(conn, 99, newest=True)) == 40, (
             "sessions of groups and of evaluations are not watched"
         )
         alarm = sentinels.check(conn, {"questions": 0.2})
-    assert alarm is not None
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
     held = why_held(Look(num_ready=32, alarm=alarm), NOW, TrainerSettings(sentinels={"questions": 0.2}))
     assert held == alarm

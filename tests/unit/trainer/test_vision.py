@@ -231,7 +231,6 @@ def test_a_model_whose_tokens_of_an_image_see_one_another_is_refused_by_name(tmp
     directory = make_vision_model(tmp_path, "Gemma3")
     text = np.random.default_rng(0).integers(1, IMAGE, 400).tolist()
     reason = loaded(directory, dtype=dtype).why_unseen(Chains(directory).chain("s", text, A, [3], (5,)))
-    assert reason is not None
     assert reason.startswith("media_model: ")
 
 
