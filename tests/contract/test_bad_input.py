@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.control_plane import metric
-from support.proxies import ProxyAndEngine, StartProxy
+from support.proxies import ProxyAndEngine
 from support.tiny_checkpoints import write_weights
 from turnwise_fake_engine import Fault, FaultKind, Script, running_fake_engine
 
@@ -260,7 +260,7 @@ DEADLY: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: StartProxy):
+def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy):
     """The error names the field and the alternative, and is stored; the same call without the field is served."""
     with running_fake_engine(Script(lora=True)) as engine:
         proxy = start_proxy(engine.url)
@@ -278,7 +278,7 @@ def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: 
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_the_same_request_is_sent_to_an_engine_without_lora(path: str, start_proxy: StartProxy):
+def test_the_same_request_is_sent_to_an_engine_without_lora(path, start_proxy):
     with running_fake_engine() as engine:
         proxy = start_proxy(engine.url)
         asked = {"prompt": "Hello."} if path == TEXT_PATH else PLAIN

@@ -14,9 +14,9 @@ import pytest
 from support.control_plane import metric
 from support.in_process import in_process_proxy
 from support.ports import free_port
-from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, running_proxy
+from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, running_fake_engine
+from turnwise_fake_engine import Reply, Rule, running_fake_engine
 
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Answer
@@ -32,7 +32,7 @@ def outcomes(proxy: RunningProxy) -> list[tuple[str, str | None]]:
     return [(view.turn.outcome.value, view.turn.reason) for view in proxy.turns()]
 
 
-def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy: StartProxy):
+def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy):
     with running_fake_engine() as engine:
         proxy = start_proxy(engine.url, "--engine-wait-seconds", "0")
     wait_until(lambda: httpx2.get(f"{proxy.url}/readyz").status_code != 200, "the engine is known to be gone")
@@ -43,9 +43,7 @@ def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy: Star
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_call_that_is_cut_off_by_sigterm_is_stored(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
-):
+def test_a_call_that_is_cut_off_by_sigterm_is_stored(fake_engine, start_proxy, stream):
     """The proxy cuts it off after the drain time and stores the tokens sampled until then; the client gets an error."""
     proxy = start_proxy(fake_engine.url, "--drain-seconds", "0.5")
     fake_engine.calls.clear()  # the calls of the proxy's probe
@@ -72,7 +70,7 @@ def test_a_call_that_is_cut_off_by_sigterm_is_stored(
     assert bool(len(proxy.turns()[0].turn.token_ids)) is stream
 
 
-def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_its_chain(tmp_path: Path):
+def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_its_chain(tmp_path):
     """A restarted proxy learns the chat template from its first engine; a call that comes earlier waits for that."""
     port, proxy_port, database_url = free_port(), free_port(), f"sqlite:///{tmp_path}/turnwise.db"
     url, proxy_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{proxy_port}"
@@ -117,7 +115,7 @@ def converse(directory: Path, *calls: dict[str, Any], **session: Any) -> list[di
         return list(http.get("/v1/sessions/s/turns").json()["data"])
 
 
-def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path: Path):
+def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path):
     """Pinned arguments of the template replace the call's before its conversation is compared with stored ones."""
     pinned = {"chat_template_kwargs": {"enable_thinking": False}}
     varied = ({"enable_thinking": True}, {"enable_thinking": False, "date": "today"}, {})
@@ -127,9 +125,7 @@ def test_a_client_that_varies_what_its_session_pins_extends_its_turns(tmp_path: 
 
 
 @pytest.mark.parametrize(("stream", "first"), [(True, 2), (False, 0)])
-def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, first: int
-):
+def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(tmp_path, monkeypatch, stream, first):
     """The first token of a whole reply is not seen, so its first version is the one at its admission."""
 
     async def sample_after_reload(engine: Engine, *arguments: Any) -> Answer:
@@ -144,7 +140,7 @@ def test_a_reload_before_the_first_token_shows_in_the_versions_of_a_turn(
     assert (turn["policy_version_first"], turn["policy_version_last"]) == (first, 2)
 
 
-def test_a_call_that_fails_is_stored_with_the_version_that_its_engine_had_at_the_end(tmp_path: Path, monkeypatch):
+def test_a_call_that_fails_is_stored_with_the_version_that_its_engine_had_at_the_end(tmp_path, monkeypatch):
     async def fail_after_reload(engine: Engine, *_: Any) -> None:
         engine.apply_label("2")
         raise EngineUnavailable("the engine has ended")
@@ -157,9 +153,7 @@ def test_a_call_that_fails_is_stored_with_the_version_that_its_engine_had_at_the
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_reply_over_the_limit_of_bytes_is_cut_off_stored_and_counted(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
-):
+def test_a_reply_over_the_limit_of_bytes_is_cut_off_stored_and_counted(fake_engine, start_proxy, stream):
     """What a stream sampled until then is stored."""
     proxy = start_proxy(fake_engine.url, "--max-reply-bytes", "20000")
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 1_000, pace_seconds=0.002 if stream else 0)))
@@ -174,7 +168,7 @@ def test_a_reply_over_the_limit_of_bytes_is_cut_off_stored_and_counted(
 
 
 def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_key_samples_again(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+    fake_engine, start_proxy
 ):
     """Also where the proxy keeps no answers: what is stored under a key can be repeated."""
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
@@ -186,16 +180,14 @@ def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_ke
     assert len({reply.json()["id"] for reply in replies}) == 2
 
 
-def test_a_truncated_prompt_is_not_repeated_by_a_call_that_asks_for_the_whole_conversation(tmp_path: Path):
+def test_a_truncated_prompt_is_not_repeated_by_a_call_that_asks_for_the_whole_conversation(tmp_path):
     turns = converse(tmp_path, {}, {"truncate_prompt_tokens": 3}, {}, {})
     assert [turn["reason"] for turn in turns] == [None, "truncated_prompt", "truncated_prompt", None]
     assert [turn["parent_turn_id"] for turn in turns] == [None, None, None, turns[2]["turn_id"]]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
-):
+def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(fake_engine, start_proxy, stream):
     proxy = start_proxy(fake_engine.url)
     fake_engine.calls.clear()
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 20, pace_seconds=0.05)))
@@ -212,7 +204,7 @@ def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(
     assert metric(proxy, "turnwise_turns_total", outcome="error", reason="not_stored") == 1
 
 
-def test_a_stream_that_ends_within_an_event_is_aborted_although_its_choice_has_finished(tmp_path: Path, monkeypatch):
+def test_a_stream_that_ends_within_an_event_is_aborted_although_its_choice_has_finished(tmp_path, monkeypatch):
     original = Answer.next_part
 
     async def cut_off(answer: Answer) -> bytes:
@@ -243,18 +235,14 @@ def ask(proxy: RunningProxy, session_id: str, **fields: Any) -> httpx2.Response:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", ["abort", "error", "repetition"])
-def test_a_reply_that_the_engine_cut_off_is_untrainable(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, reason: Any, *, stream: bool
-) -> None:
+def test_a_reply_that_the_engine_cut_off_is_untrainable(proxy, shared_engine, session_id, reason, *, stream):
     shared_engine.answer(Rule(reply=Reply(text="One two", finish_reason=reason)))
     ask(proxy, session_id, stream=stream)
     (view,) = proxy.turns(session_id)
     assert (view.turn.outcome, view.turn.reason) == (Outcome.UNTRAINABLE, f"engine_{reason}")
 
 
-def test_beam_search_and_media_are_untrainable(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_beam_search_and_media_are_untrainable(proxy, shared_engine, session_id):
     assert shared_engine.url
     ask(proxy, session_id, use_beam_search=True)
     ask(proxy, session_id, messages=[{"role": "user", "content": [{"type": "text", "text": "Look."}, SOUND]}])
@@ -263,9 +251,7 @@ def test_beam_search_and_media_are_untrainable(
     assert ended == [(Outcome.UNTRAINABLE, "beam_search"), (Outcome.UNTRAINABLE, "media"), (Outcome.EXACT, None)]
 
 
-def test_fields_that_control_the_engine_are_removed_and_counted(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_fields_that_control_the_engine_are_removed_and_counted(proxy, shared_engine, session_id):
     steering = {"kv_transfer_params": {"prompt_token_ids": [1]}, "vllm_xargs": {"a": 1}, "priority": -5}
     pinned = {"session_id": session_id, "sampling": {"min_p": 0.5}}
     httpx2.post(f"{proxy.v1}/sessions", json=pinned).raise_for_status()
@@ -280,9 +266,7 @@ def test_fields_that_control_the_engine_are_removed_and_counted(
     assert 'turnwise_dropped_fields_total{field="kv_transfer_params"} 2.0' in metrics
 
 
-def test_a_turn_that_the_trainer_cannot_train_says_so_before_its_batch(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_a_turn_that_the_trainer_cannot_train_says_so_before_its_batch(proxy, shared_engine, session_id):
     """The same parameters are counted by the trainer as `num_turns_left_out_greedy` afterwards."""
     assert shared_engine.url
     ask(proxy, session_id, temperature=0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import pytest
 from starlette.types import ASGIApp
 from support.in_process import in_process_proxy
 from support.waiting import wait_until
@@ -52,9 +51,7 @@ class Trace:
             self.functions.add(code)
 
 
-def test_a_streamed_second_turn_passes_few_functions_in_few_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_streamed_second_turn_passes_few_functions_in_few_files(tmp_path, monkeypatch):
     """From the route to the end of the reply, in the serving process; each turn extends the one before it exactly.
 
     What all later turns pass is what a turn needs; what only one of them passes is a timer's.

@@ -161,7 +161,7 @@ def test_the_doctor_does_not_blame_the_address_for_an_engines_own_error(database
 
 @pytest.mark.parametrize("command", ["doctor", "verify"])
 @pytest.mark.parametrize("content", [b"<html>Welcome</html>", b"[]"])
-def test_the_address_of_another_server_than_an_engine_is_named(database: str, command: str, content: bytes):
+def test_the_address_of_another_server_than_an_engine_is_named(database, command, content):
     class Website(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -175,7 +175,7 @@ def test_the_address_of_another_server_than_an_engine_is_named(database: str, co
 
 
 @pytest.mark.parametrize("output", ["directory", "file/below"])
-def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: str):
+def test_a_file_that_cannot_be_written_is_one_sentence(database, output):
     Path("file").touch()
     Path("directory").mkdir()
     result = invoke("export", "--database", database, "--output", output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -25,9 +24,7 @@ def lines_of(result: Result) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(tmp_path, monkeypatch):
     openai = pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/turnwise.db"
@@ -100,7 +97,7 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
     assert "--tenant needs the database" in run("sessions", "--url", "http://x", "--tenant", "t").stderr
 
 
-def test_the_first_key_is_asked_about_over_http_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_key_is_asked_about_over_http_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/turnwise.db"
     with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:

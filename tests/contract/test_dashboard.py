@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from support.migrated import migrated, writing
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
-from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
+from turnwise_fake_engine import running_fake_engine
 
 from proxy.routes.turns import Characters, characters
 from turnwise.store import keys
@@ -62,7 +62,7 @@ def test_a_trainer_that_died_is_seen_where_an_operator_looks_and_calls_are_serve
         assert "IndexError: 7" in finding["text"]
 
 
-def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
+def test_the_page_needs_no_key_but_its_data_does(http):
     """Every route that its scripts read exists and refuses a caller without a key."""
     page = http.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -97,7 +97,7 @@ def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
         assert http.request(method, f"/{path}{tail}").status_code == (200 if path in PUBLIC else 401), path
 
 
-def test_only_files_of_this_origin_run_or_load(http: httpx2.Client):
+def test_only_files_of_this_origin_run_or_load(http):
     """Every file has a strict content policy; no inline script or style, no other origin, no markup made from text."""
     for path in ["/", *(f"/web/{name}" for name in FILES)]:
         file = http.get(path)
@@ -122,7 +122,7 @@ def test_only_files_of_this_origin_run_or_load(http: httpx2.Client):
     assert not re.search(r"<script(?![^>]*src=)", http.get("/").text)
 
 
-def test_vendored_files_are_those_of_the_pinned_release_and_include_their_licence(http: httpx2.Client):
+def test_vendored_files_are_those_of_the_pinned_release_and_include_their_licence(http):
     """uPlot 1.6.32, as npm has it."""
     digests = {
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -159,7 +159,7 @@ def played(shared_proxy: ProxyAndEngine) -> tuple[RunningProxy, str]:
     return proxy, turn_id
 
 
-def test_a_turns_tokens_are_listed_one_by_one(played: tuple[RunningProxy, str]):
+def test_a_turns_tokens_are_listed_one_by_one(played):
     """The whole sequence without gaps: each token's text, and a logprob for each sampled one."""
     proxy, turn_id = played
     with httpx2.Client(base_url=proxy.url) as http:
@@ -179,7 +179,7 @@ def test_a_turns_tokens_are_listed_one_by_one(played: tuple[RunningProxy, str]):
     assert set(found["pieces"]) == {str(token) for token in found["token_ids"]} or found["pieces"] == {}
 
 
-def test_the_tokens_of_the_chat_template_are_distinguished_from_those_of_messages(played: tuple[RunningProxy, str]):
+def test_the_tokens_of_the_chat_template_are_distinguished_from_those_of_messages(played):
     proxy, turn_id = played
     with httpx2.Client(base_url=proxy.url) as http:
         found = http.get(f"/v1/turns/{turn_id}/tokens").json()
@@ -201,9 +201,7 @@ def test_a_character_of_several_tokens_is_listed_as_a_whole():
     assert found == [Characters(1, 5, "🙂"), Characters(5, 7, "é")]
 
 
-def test_a_turns_logprobs_are_recomputed_under_the_served_version(
-    played: tuple[RunningProxy, str], shared_engine: RunningFakeEngine, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_turns_logprobs_are_recomputed_under_the_served_version(played, shared_engine, monkeypatch):
     proxy, turn_id = played
     name = Path(shared_engine.state.weights_path).name
     monkeypatch.setitem(shared_engine.state.script.logprob_shifts, name, -0.5)

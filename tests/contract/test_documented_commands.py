@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from support.documented_commands import PAGES, ROOT, Block, blocks
+from support.documented_commands import PAGES, ROOT, blocks
 
 from turnwise.commands.cli import main
 from turnwise.commands.flags import DESCRIPTIONS, settings_model
@@ -60,13 +60,13 @@ def _check_compose(words: list[str]) -> None:
 
 
 @each_block
-def test_a_block_is_valid_shell_syntax(block: Block) -> None:
+def test_a_block_is_valid_shell_syntax(block):
     done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @each_block
-def test_every_command_of_the_block_exists_with_its_flags(block: Block) -> None:
+def test_every_command_of_the_block_exists_with_its_flags(block):
     for words in block.commands():
         match words:
             case ["turnwise", *rest]:
@@ -82,7 +82,7 @@ def test_every_command_of_the_block_exists_with_its_flags(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_every_setting_of_a_toml_block_exists(block: Block) -> None:
+def test_every_setting_of_a_toml_block_exists(block):
     path = Path("block.toml")
     path.write_text(block.text)
     for section in tomllib.loads(block.text):
@@ -92,7 +92,7 @@ def test_every_setting_of_a_toml_block_exists(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_inline_command_exists(page: Path) -> None:
+def test_every_inline_command_exists(page):
     for command in re.findall(r"`((?:pytest|python|make|turnwise) [^`]+)`", page.read_text()):
         program, first, *_ = command.split()
         if program == "pytest" or (program == "python" and first.endswith(".py") and "/" in first):

@@ -19,7 +19,6 @@ from support.migrated import migrated, writing
 from support.proxies import RunningProxy
 from support.servers import serving
 from support.waiting import wait_until
-from turnwise_fake_engine import RunningFakeEngine
 
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -40,7 +39,7 @@ def chat(proxy: RunningProxy, **headers: str) -> httpx2.Response:
     return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers, timeout=60)
 
 
-def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(proxy: RunningProxy):
+def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(proxy):
     """Without the checks, each of these is an administrator's request."""
     port = proxy.url.rpartition(":")[2]
     refused = [
@@ -64,7 +63,7 @@ def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(pr
 
 
 @pytest.mark.parametrize("kind", ["application/octet-stream", "text/plain", "application/x-www-form-urlencoded"])
-def test_a_post_without_a_body_is_served_whatever_type_its_client_names(proxy: RunningProxy, kind: str):
+def test_a_post_without_a_body_is_served_whatever_type_its_client_names(proxy, kind):
     """aiohttp, fetch and Ruby name these types for an empty body. PHP's curl sends an empty one in chunks."""
     bodies: tuple[bytes | Iterator[bytes], ...] = (b"", iter([]))
     for number, content in enumerate(bodies):
@@ -79,9 +78,7 @@ def test_a_post_without_a_body_is_served_whatever_type_its_client_names(proxy: R
         assert refused.status_code == 415
 
 
-def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_address(
-    fake_engine: RunningFakeEngine, start_proxy
-):
+def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_address(fake_engine, start_proxy):
     """A proxy that starts before the first key is created, and one that starts after that."""
     proxy = start_proxy(fake_engine.url)
     assert httpx2.get(f"{proxy.url}/readyz").json()["engines"][0]["url"] == fake_engine.url
@@ -104,7 +101,7 @@ def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_addr
 
 
 def test_request_ids_and_traces_are_taken_from_the_caller_passed_to_the_engine_and_logged(
-    fake_engine: RunningFakeEngine, start_proxy, tmp_path: Path
+    fake_engine, start_proxy, tmp_path
 ):
     access = tmp_path / "access.jsonl"
     proxy = start_proxy(fake_engine.url, "--access-log", str(access), "--log-format", "json")
@@ -132,7 +129,7 @@ def test_request_ids_and_traces_are_taken_from_the_caller_passed_to_the_engine_a
     assert {"time", "level", "logger", "message"} <= records[0].keys()
 
 
-def test_without_cors_origins_no_reply_permits_a_page(proxy: RunningProxy):
+def test_without_cors_origins_no_reply_permits_a_page(proxy):
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     preflight = httpx2.options(f"{proxy.v1}/chat/completions", headers=asked)
     assert preflight.status_code >= 400
@@ -250,14 +247,14 @@ def test_commands_call_an_engine_with_the_authority_and_the_key_that_the_proxy_h
     assert "engine-secret" not in done.output
 
 
-def test_the_engine_is_called_with_its_key(fake_engine: RunningFakeEngine, start_proxy, tmp_path: Path):
+def test_the_engine_is_called_with_its_key(fake_engine, start_proxy, tmp_path):
     proxy = start_proxy(fake_engine.url, environment={"TURNWISE_PROXY_ENGINE_API_KEY": "engine-secret"})
     assert chat(proxy).status_code == 200
     assert {call.headers["authorization"] for call in fake_engine.calls} == {"Bearer engine-secret"}
     assert "engine-secret" not in proxy.log.read_text()
 
 
-def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy: RunningProxy):
+def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy):
     """Each parameter takes the time of a dictionary entry, and a head of 64 KiB has room for 20,000."""
     many = "?" + "&".join(f"k{number}=1" for number in range(101))
     for answer in (
@@ -279,7 +276,7 @@ def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy: R
         ("/v1/chat/completions", ("error", "code")),
     ],
 )
-def test_a_refusal_before_any_route_has_the_shape_of_its_client(proxy: RunningProxy, path: str, place: tuple[str, ...]):
+def test_a_refusal_before_any_route_has_the_shape_of_its_client(proxy, path, place):
     """Anthropic's errors have a type, Google's a status, and OpenAI's a code in words."""
     refused = [
         httpx2.post(proxy.url + path, json=BODY, headers={"host": "evil.example"}),
@@ -296,7 +293,7 @@ def test_a_refusal_before_any_route_has_the_shape_of_its_client(proxy: RunningPr
 
 
 @pytest.mark.parametrize("route", ["/chat/completions", "/sessions"])
-def test_a_compressed_body_is_refused_by_every_route_with_the_reason(proxy: RunningProxy, route: str):
+def test_a_compressed_body_is_refused_by_every_route_with_the_reason(proxy, route):
     sent = gzip.compress(json.dumps(BODY).encode())
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     answer = httpx2.post(proxy.v1 + route, content=sent, headers=headers)

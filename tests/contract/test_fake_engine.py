@@ -6,12 +6,11 @@ import json
 
 import httpx2
 import pytest
-from turnwise_fake_engine import RunningFakeEngine
 
 ASKED = {"messages": [{"role": "user", "content": "Hello."}], "return_token_ids": True}
 
 
-def test_a_fault_is_planned_by_the_route_for_some_calls_and_by_the_header_for_one(fake_engine: RunningFakeEngine):
+def test_a_fault_is_planned_by_the_route_for_some_calls_and_by_the_header_for_one(fake_engine):
     def chat(fault: str = "") -> httpx2.Response:
         headers = {"x-fake-fault": fault} if fault else {}
         return httpx2.post(f"{fake_engine.url}/v1/chat/completions", json=ASKED, headers=headers)

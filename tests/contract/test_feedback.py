@@ -10,9 +10,8 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise_fake_engine import Reply, Rule
 
 from trainer.algorithms.correction import hinted_prompt
 from trainer.algorithms.dpo import DPO
@@ -40,9 +39,7 @@ def feedback_groups(database: Database) -> list[list[Any]]:
         return [list(experiences.experiences_of_groups(conn, [pk], with_imported=True)) for pk in pks]
 
 
-def test_thumbs_and_ratings_become_rewards_by_the_table_and_the_last_one_counts(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-) -> None:
+def test_thumbs_and_ratings_become_rewards_by_the_table_and_the_last_one_counts(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--feedback-rewards", '{"up": 2, "down": -1}')
     with Client(proxy.url) as client:
         session = client.create_session(session_id="s", credit="step_wise")
@@ -67,7 +64,7 @@ def test_thumbs_and_ratings_become_rewards_by_the_table_and_the_last_one_counts(
         ]
 
 
-def test_feedback_is_checked_and_written_once_under_retries(proxy: RunningProxy) -> None:
+def test_feedback_is_checked_and_written_once_under_retries(proxy):
     with Client(proxy.url) as client:
         turn_id = call(client.create_session(session_id="s").base_url)["id"]
         with pytest.raises(NotFound, match="there is no turn 'none'"):
@@ -92,9 +89,7 @@ def test_feedback_is_checked_and_written_once_under_retries(proxy: RunningProxy)
         assert answer.status_code == 409
 
 
-def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_replaces_it(
-    proxy: RunningProxy,
-) -> None:
+def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_replaces_it(proxy):
     """The pair shares the prompt's tokens, also in a conversation; the edited reply has no behaviour logprobs."""
     database = Database(proxy.database_url)
     with Client(proxy.url) as client:
@@ -131,9 +126,7 @@ def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_
     database.close()
 
 
-def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-) -> None:
+def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(fake_engine, start_proxy):
     """A teacher is to reply to the prompt that a user who says it at once would have sent."""
     proxy = start_proxy(fake_engine.url, "--feedback-rewards", '{"up": 1, "down": 0, "correction": 0}')
     database = Database(proxy.database_url)
@@ -167,7 +160,7 @@ def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(
     database.close()
 
 
-def test_edits_in_quick_succession_replace_each_other_and_leave_one_group(proxy: RunningProxy) -> None:
+def test_edits_in_quick_succession_replace_each_other_and_leave_one_group(proxy):
     """Also back to an earlier text, whose first sessions are deleted and not swept yet, and several at once."""
     database = Database(proxy.database_url)
     with Client(proxy.url) as client:
@@ -195,9 +188,7 @@ def test_edits_in_quick_succession_replace_each_other_and_leave_one_group(proxy:
     database.close()
 
 
-def test_edits_count_against_the_token_budget_of_the_key(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-) -> None:
+def test_edits_count_against_the_token_budget_of_the_key(fake_engine, start_proxy):
     """An edit stores the prompt twice, with the sampled reply and with the written one."""
     proxy = start_proxy(fake_engine.url, "--key-token-budget", "100000")
 
@@ -215,9 +206,7 @@ def test_edits_count_against_the_token_budget_of_the_key(
 
 
 @pytest.mark.parametrize("way", ["forget", "delete", "prune"])
-def test_nothing_that_a_deleted_person_said_is_left_in_the_database_file(
-    way: str, fake_engine: RunningFakeEngine, proxy: RunningProxy
-) -> None:
+def test_nothing_that_a_deleted_person_said_is_left_in_the_database_file(way, fake_engine, proxy):
     """The person's session was edited, preferred to, forked in the names of others, and named later."""
     database, (question, reply, edit) = Database(proxy.database_url), ("Zanzibar", "Quillabamba", "Ouagadougou")
     fake_engine.answer(Rule(reply=Reply(text=reply), count=1))
@@ -262,7 +251,7 @@ def test_nothing_that_a_deleted_person_said_is_left_in_the_database_file(
     database.close()
 
 
-def test_a_reply_that_was_chosen_among_several_is_preferred_to_the_others(proxy: RunningProxy) -> None:
+def test_a_reply_that_was_chosen_among_several_is_preferred_to_the_others(proxy):
     database = Database(proxy.database_url)
     with Client(proxy.url) as client:
         session = client.create_session(session_id="s")
@@ -283,7 +272,7 @@ def test_a_reply_that_was_chosen_among_several_is_preferred_to_the_others(proxy:
     database.close()
 
 
-def test_a_session_key_gives_feedback_only_on_its_own_session(proxy: RunningProxy) -> None:
+def test_a_session_key_gives_feedback_only_on_its_own_session(proxy):
     with Client(proxy.url) as client:
         own = client.create_session(session_id="s", key_may="call_and_reward")
         foreign = call(client.create_session(session_id="o").base_url)["id"]

@@ -32,7 +32,7 @@ def trained(proxy: RunningProxy, session_id: str) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in lines]
 
 
-def test_a_fork_continues_with_the_same_tokens_and_trains_only_its_own_samples(proxy: RunningProxy):
+def test_a_fork_continues_with_the_same_tokens_and_trains_only_its_own_samples(proxy):
     """Two forks of a turn get the prompt that its own session got; so does a fork before the turn."""
     with Client(proxy.url) as client:
         own = client.create_session(session_id="s", task_id="kim")
@@ -62,7 +62,7 @@ def test_a_fork_continues_with_the_same_tokens_and_trains_only_its_own_samples(p
     assert (experience["prompt_length"], experience["loss_mask"]) == (len(prompt), [True] * len(sampled))
 
 
-def test_the_root_can_be_sampled_again_and_an_unknown_turn_cannot_be_forked(proxy: RunningProxy):
+def test_the_root_can_be_sampled_again_and_an_unknown_turn_cannot_be_forked(proxy):
     with Client(proxy.url) as client:
         first = call(client.create_session(session_id="s").base_url, FIRST)
         again = client.fork(first["id"], at="before")

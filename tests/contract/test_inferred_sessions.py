@@ -74,7 +74,7 @@ def two_keys(database_url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_names_its_session(proxy: RunningProxy, stream: bool) -> None:
+def test_a_reply_names_its_session(proxy, stream):
     body = {"model": "fake", "messages": [user("Hello.")], "stream": stream}
     named = httpx2.post(f"{proxy.url}/sessions/mine/v1/chat/completions", json=body)
     assert named.headers["x-session-id"] == "mine"
@@ -82,9 +82,7 @@ def test_a_reply_names_its_session(proxy: RunningProxy, stream: bool) -> None:
     assert {view.turn.session_id for view in proxy.turns()} == {"mine", inferred}
 
 
-def test_a_conversation_stays_in_its_session_over_a_restart(
-    database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_conversation_stays_in_its_session_over_a_restart(database_url, fake_engine, start_proxy):
     """It also stays on its chain: the prompt extends the stored tokens."""
     proxy = start_proxy(fake_engine.url, database_url=database_url)
     conversations = [played(proxy, [], name) for name in ("one", "two")]
@@ -99,9 +97,7 @@ def test_a_conversation_stays_in_its_session_over_a_restart(
     assert {view.turn.outcome.value for view in views} == {"exact"}
 
 
-def test_a_restarted_proxy_prefers_the_longer_conversation_that_is_stored(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_restarted_proxy_prefers_the_longer_conversation_that_is_stored(fake_engine, start_proxy):
     """Two agents start alike; after the restart one starts again, and memory holds only that start."""
     proxy = start_proxy(fake_engine.url)
     longer = played(proxy, played(proxy, [], "same"), "longer")
@@ -115,9 +111,7 @@ def test_a_restarted_proxy_prefers_the_longer_conversation_that_is_stored(
     ]
 
 
-def test_a_conversation_is_never_found_with_another_key(
-    database_url: str, two_keys: list[str], fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_conversation_is_never_found_with_another_key(database_url, two_keys, fake_engine, start_proxy):
     """Neither in memory nor in the store, although both keys are of one tenant."""
     mine, other = ({"authorization": f"Bearer {key}"} for key in two_keys)
     proxy = start_proxy(fake_engine.url, database_url=database_url)
@@ -134,9 +128,7 @@ def test_a_conversation_is_never_found_with_another_key(
     ]
 
 
-def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(fake_engine, start_proxy):
     """The client names no session, so an error would not help it; before and after a restart."""
     proxy = start_proxy(fake_engine.url)
     messages = played(proxy, [], "one")
@@ -148,7 +140,7 @@ def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(
     assert sorted(sessions_of(proxy).values()) == [["one"], ["three"], ["two"]]
 
 
-def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+def test_a_session_that_expires_is_forgotten_at_once(fake_engine, start_proxy):
     """Its conversation continues in a new session; a call that names the expired one is refused and not sampled."""
     proxy = start_proxy(fake_engine.url, "--session-idle-seconds", "0.5")
     messages = played(proxy, [], "one")
@@ -172,9 +164,7 @@ def set_back(proxy: RunningProxy, interval: timedelta) -> None:
     database.close()
 
 
-def test_a_session_that_no_call_names_is_over_ten_minutes_after_its_reward(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_session_that_no_call_names_is_over_ten_minutes_after_its_reward(fake_engine, start_proxy):
     """A client that only posts rewards need not end it: its group is ready. Others stay open for an hour."""
     proxy = start_proxy(fake_engine.url)
     rewarded = call(proxy, [user("rewarded")])
@@ -191,7 +181,7 @@ def test_a_session_that_no_call_names_is_over_ten_minutes_after_its_reward(
     assert httpx2.get(counts).json()["groups"] == {"open": 3, "ready": 1}
 
 
-def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(proxy: RunningProxy):
+def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(proxy):
     """Their second calls are concurrent. A third call with the same conversation is ambiguous: a new session."""
     conversations = [played(proxy, [], "same") for _ in range(6)]
     with ThreadPoolExecutor(6) as agents:
@@ -202,9 +192,7 @@ def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(proxy: R
     assert {view.turn.outcome.value for view in proxy.turns()} == {"exact"}
 
 
-def test_a_first_call_that_is_repeated_after_an_error_stays_in_its_session(
-    fake_engine: RunningFakeEngine, proxy: RunningProxy
-):
+def test_a_first_call_that_is_repeated_after_an_error_stays_in_its_session(fake_engine, proxy):
     """One repetition finds it: parallel rollouts, whose requests are equal, stay apart."""
     fake_engine.fail_next(Fault(kind="status", status=429, count=2))
 
@@ -223,7 +211,7 @@ def test_a_first_call_that_is_repeated_after_an_error_stays_in_its_session(
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_tool_call_ids_distinguish_equal_runs(fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool):
+def test_tool_call_ids_distinguish_equal_runs(fake_engine, start_proxy, restarts):
     """Each run continues in its own session, also where another run has an equal turn without children."""
     fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
     proxy = start_proxy(fake_engine.url)
@@ -239,7 +227,7 @@ def test_tool_call_ids_distinguish_equal_runs(fake_engine: RunningFakeEngine, st
     assert sorted(sessions_of(proxy).values()) == [["look", "a", "b"], ["look", "c"]]
 
 
-def test_a_handoff_stays_in_its_session_with_its_reason(proxy: RunningProxy):
+def test_a_handoff_stays_in_its_session_with_its_reason(proxy):
     """Another agent takes the conversation over: with another system message, and with other tools."""
     messages = played(proxy, [{"role": "system", "content": "You sort."}], "one")
     messages = played(proxy, [{"role": "system", "content": "You help."}, *messages[1:]], "two")
@@ -252,9 +240,7 @@ def test_a_handoff_stays_in_its_session_with_its_reason(proxy: RunningProxy):
         assert metric(proxy, "turnwise_chain_breaks_total", reason=reason) == 1
 
 
-def test_equal_conversations_that_go_on_differently_stay_apart_where_no_turn_can_be_extended(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_equal_conversations_that_go_on_differently_stay_apart_where_no_turn_can_be_extended(fake_engine, start_proxy):
     """As at a proxy that does not know the template: the calls start new chains, but their sessions have been taken."""
     proxy = start_proxy(fake_engine.url, "--no-continuation")
     runs = [played(proxy, [], "hi") for _ in range(2)]
@@ -264,9 +250,7 @@ def test_equal_conversations_that_go_on_differently_stay_apart_where_no_turn_can
     assert sorted(sessions_of(proxy).values()) == [["hi", "a"], ["hi", "b"]]
 
 
-def test_an_agent_that_cuts_its_history_stays_in_its_session_by_the_ids_of_its_calls(
-    fake_engine: RunningFakeEngine, proxy: RunningProxy
-):
+def test_an_agent_that_cuts_its_history_stays_in_its_session_by_the_ids_of_its_calls(fake_engine, proxy):
     """It drops its first messages. A call whose id two sessions sampled names none of them."""
     fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
     runs = [played(proxy, [], f"look at {name}", TOOLS) for name in ("the sky", "the sea")]

@@ -23,7 +23,7 @@ import pytest
 from support.control_plane import metric
 from support.ledger_samples import finish, make_turn
 from support.migrated import migrated
-from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, running_proxy
+from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from support.waiting import wait_until
 from turnwise_fake_engine import Rule, Script, running_fake_engine
 from turnwise_fake_engine.script import Reply
@@ -316,7 +316,7 @@ def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
 
 
 @pytest.mark.parametrize("limit", ["--max-concurrent-calls", "--key-max-calls"])
-def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy: StartProxy, limit):
+def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy, limit):
     """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""
     # A connection with an unfinished body is closed after this time.
     proxy = start_proxy(fake_engine.url, limit, "1", "--header-timeout-seconds", "3")
@@ -354,8 +354,8 @@ def test_the_proxy_takes_the_open_files_that_the_system_allows_and_warns_if_they
 
 
 def test_exports_that_are_read_slowly_delay_no_call_and_no_other_tenant_and_hold_no_snapshot(
-    fake_engine, start_proxy: StartProxy, tmp_path: Path
-) -> None:
+    fake_engine, start_proxy, tmp_path
+):
     """40 sessions of 30,000 tokens are more than sockets buffer. Each export stands still after its first bytes."""
     database, secrets = Database(migrated(f"sqlite:///{tmp_path}/exports.db")), {}
     for tenant in ("mine", "theirs"):

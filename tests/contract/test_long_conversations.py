@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.proxies import RunningProxy, StartProxy, assert_served_is_stored
+from support.proxies import RunningProxy, assert_served_is_stored
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.types import Outcome
@@ -23,7 +23,7 @@ def said(number: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_long_conversation_that_grows_and_is_edited_is_exact(start_proxy: StartProxy, stream: bool) -> None:
+def test_a_long_conversation_that_grows_and_is_edited_is_exact(start_proxy, stream):
     """Three turns, a branch from the second one, a compaction, and a turn after it."""
     with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
         proxy = start_proxy(engine.url)
@@ -72,7 +72,7 @@ def ask(proxy: RunningProxy, messages: list[dict[str, Any]]) -> httpx.Response:
     return answer
 
 
-def test_the_engine_gets_all_messages_of_a_long_conversation_beside_the_ids(start_proxy: StartProxy) -> None:
+def test_the_engine_gets_all_messages_of_a_long_conversation_beside_the_ids(start_proxy):
     """Routers before the engine and its tool parsers may read them."""
     with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
         proxy, messages = start_proxy(engine.url), [*LONG, QUESTION]

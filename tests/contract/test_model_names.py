@@ -10,14 +10,13 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from support.proxies import ProxyAndEngine, StartProxy, assert_served_is_stored
+from support.proxies import assert_served_is_stored
 from support.servers import serving
-from turnwise_fake_engine import RunningFakeEngine
 
 HELLO = {"messages": [{"role": "user", "content": "Hello there"}]}
 
 
-def test_by_default_every_name_is_the_served_policy_and_the_reply_repeats_it(shared_proxy: ProxyAndEngine) -> None:
+def test_by_default_every_name_is_the_served_policy_and_the_reply_repeats_it(shared_proxy):
     proxy, engine = shared_proxy.proxy, shared_proxy.engine
     client = openai.OpenAI(base_url=proxy.session_v1("names"), api_key="any", max_retries=0)
     claude = anthropic.Anthropic(base_url=f"{proxy.url}/sessions/names", api_key="any", max_retries=0)
@@ -41,7 +40,7 @@ def test_by_default_every_name_is_the_served_policy_and_the_reply_repeats_it(sha
     assert_served_is_stored(proxy, engine)
 
 
-def test_a_setting_maps_names_and_patterns(start_proxy: StartProxy, fake_engine: RunningFakeEngine) -> None:
+def test_a_setting_maps_names_and_patterns(start_proxy, fake_engine):
     """The first matching pattern decides; a name without a match is refused."""
     rules = '{"gpt-secret": "refuse", "gpt-*": "policy", "house-model": "policy"}'
     proxy = start_proxy(fake_engine.url, "--model-names", rules)
@@ -57,9 +56,7 @@ def test_a_setting_maps_names_and_patterns(start_proxy: StartProxy, fake_engine:
     assert [model["id"] for model in listed] == ["fake", "house-model"]
 
 
-def test_a_strict_proxy_serves_the_engine_s_own_name_only(
-    start_proxy: StartProxy, fake_engine: RunningFakeEngine
-) -> None:
+def test_a_strict_proxy_serves_the_engine_s_own_name_only(start_proxy, fake_engine):
     proxy = start_proxy(fake_engine.url, "--model-names", "strict")
     refused = httpx2.post(f"{proxy.v1}/chat/completions", json={**HELLO, "model": "gpt-4"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
@@ -87,9 +84,7 @@ def upstream() -> Iterator[str]:
         yield f"{url}/v9"
 
 
-def test_a_configured_upstream_gets_the_request_with_its_own_key(
-    start_proxy: StartProxy, fake_engine: RunningFakeEngine, upstream: str
-) -> None:
+def test_a_configured_upstream_gets_the_request_with_its_own_key(start_proxy, fake_engine, upstream):
     proxy = start_proxy(fake_engine.url, "--upstream", upstream, "--upstream-api-key", "theirs")
     for base in (proxy.v1, proxy.session_v1("s")):
         asked = {"model": "e", "input": "text"}
@@ -99,9 +94,7 @@ def test_a_configured_upstream_gets_the_request_with_its_own_key(
     assert not proxy.turns()
 
 
-def test_without_an_upstream_the_error_names_the_setting(
-    start_proxy: StartProxy, fake_engine: RunningFakeEngine
-) -> None:
+def test_without_an_upstream_the_error_names_the_setting(start_proxy, fake_engine):
     proxy = start_proxy(fake_engine.url)
     with (
         openai.OpenAI(base_url=proxy.v1, api_key="any", max_retries=0) as client,

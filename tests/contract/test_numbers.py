@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from turnwise.types import Outcome
 
@@ -90,8 +90,8 @@ def post(proxy: RunningProxy, session_id: str, route: str, body: dict[str, Any])
 
 @pytest.mark.parametrize("route", BODIES)
 def test_a_number_of_another_spelling_extends_the_turn_and_another_number_does_not(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, route: str
-) -> None:
+    proxy, shared_engine, session_id, route
+):
     """JavaScript writes 5.0 as 5, 1e2 as 100 and -0.0 as 0; 2**64 + 2 is another number than 2**64 + 1."""
     sampled = f'{{"t": 5.0, "more": [1e2, -0.0, 1E+22], "n": {LONG}}}'
     same = f'{{"n":{LONG},"more":[100,0,10000000000000000000000],"t":5}}'
@@ -113,8 +113,8 @@ def test_a_number_of_another_spelling_extends_the_turn_and_another_number_does_n
 
 @pytest.mark.parametrize("route", BODIES)
 def test_the_engine_and_the_store_get_integers_beyond_64_bits_as_they_were_given(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, route: str
-) -> None:
+    proxy, shared_engine, session_id, route
+):
     """In a tool's input, in a schema, in `seed`, and in what the client reads back."""
     body = BODIES[route]("go on", f'{{"n": {LONG}}}', seed=LONG)
     post(proxy, session_id, route, body)
@@ -132,9 +132,7 @@ def test_the_engine_and_the_store_get_integers_beyond_64_bits_as_they_were_given
         post(proxy, session_id, "messages/count_tokens", counted)
 
 
-def test_a_call_with_deeply_nested_arguments_is_stored_and_continued(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_a_call_with_deeply_nested_arguments_is_stored_and_continued(proxy, shared_engine, session_id):
     """A model that repeats itself samples such arguments; no digest can be computed of them as values."""
     sampled = '{"a": ' + "[" * 300 + "]" * 300 + "}"
     shared_engine.answer(

@@ -122,7 +122,7 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
             client.close()
 
 
-def test_each_key_samples_with_its_policy_at_any_order_of_calls(world: World) -> None:
+def test_each_key_samples_with_its_policy_at_any_order_of_calls(world):
     """A policy samples with the engine's model before its first version; a clone with what it was cloned from."""
     created = world.add_policy("a", "support")
     assert (created["tenant"], created["name"], created["base_version"]) == ("a", "support", None)
@@ -148,7 +148,7 @@ def test_each_key_samples_with_its_policy_at_any_order_of_calls(world: World) ->
     assert {key: world.sampled(key) for key in served} == served | {"support-a": first}
 
 
-def test_a_model_name_asks_for_a_policy_or_one_of_its_versions(world: World) -> None:
+def test_a_model_name_asks_for_a_policy_or_one_of_its_versions(world):
     """Any other name is the key's own policy, or its session's. What `NAME@VERSION` samples is not trained."""
     world.add_policy("a", "support")
     old, new = world.publish("a", "support"), world.publish("a", "support")
@@ -165,7 +165,7 @@ def test_a_model_name_asks_for_a_policy_or_one_of_its_versions(world: World) -> 
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_session_is_created_with_a_policy_and_shows_and_is_found_by_its_name(world: World) -> None:
+def test_a_session_is_created_with_a_policy_and_shows_and_is_found_by_its_name(world):
     """It cannot get another one; a policy that the tenant does not have is not found."""
     world.add_policy("a", "support")
     world.add_policy("b", "theirs")
@@ -242,9 +242,7 @@ def team(world: World) -> tuple[World, int, int]:
     return world, world.publish("a", "planner"), world.publish("a", "solver")
 
 
-def test_two_policies_sample_in_one_session_each_on_chains_of_its_own(
-    team: tuple[World, int, int], tmp_path: Path
-) -> None:
+def test_two_policies_sample_in_one_session_each_on_chains_of_its_own(team, tmp_path):
     """Their agents say the same and are never siblings or retries; another process continues both chains."""
     world, planned, solved = team
     planner, solver = Agent(world, "planner"), Agent(world, "solver")
@@ -294,7 +292,7 @@ def list_policies(world: World) -> list[dict]:
     return world.get("admin-a", "/v1/policies?summary=true")["policies"]
 
 
-def test_a_retry_and_choices_are_of_the_policy_that_their_call_names(team: tuple[World, int, int]) -> None:
+def test_a_retry_and_choices_are_of_the_policy_that_their_call_names(team):
     """The same words under one key for another policy are another request."""
     world, planned, solved = team
     first = Agent(world, "planner").ask("Which way?", **{"idempotency-key": "k"})
@@ -312,9 +310,7 @@ def test_a_retry_and_choices_are_of_the_policy_that_their_call_names(team: tuple
     assert [place[:3] for place in places(listed)] == [("planner", planned, None), *[("solver", solved, None)] * 2]
 
 
-def test_an_unnamed_session_is_found_by_the_conversation_of_either_policy(
-    team: tuple[World, int, int], tmp_path: Path
-) -> None:
+def test_an_unnamed_session_is_found_by_the_conversation_of_either_policy(team, tmp_path):
     """A conversation that another policy goes on with is handed over; its own sessions come first. Restarts too."""
     world, planned, solved = team
     planner = Agent(world, "planner", None)
@@ -335,13 +331,13 @@ PINS = {"policy:planner": {"temperature": 0.25}, "policy:solver": {"temperature"
 
 
 @pytest.mark.parametrize("world", [(*FLAGS, "--sampling-pins", json.dumps(PINS))], indirect=True)
-def test_pins_are_those_of_the_policy_that_a_call_names(team: tuple[World, int, int]) -> None:
+def test_pins_are_those_of_the_policy_that_a_call_names(team):
     asked = [Agent(team[0], name).ask("Which way?")["sampling"]["temperature"] for name in ("planner", "solver")]
     assert asked == [0.25, 0.75]
 
 
 @pytest.mark.parametrize("world", [ARMS], indirect=True)
-def test_a_session_in_an_arm_samples_other_policies_as_served(team: tuple[World, int, int]) -> None:
+def test_a_session_in_an_arm_samples_other_policies_as_served(team):
     """The arm is one of the session's own policy. What is compared of its versions leaves out the other's turns."""
     world, planned, solved = team
     tried = world.publish("a", "planner", "canary")
@@ -354,7 +350,7 @@ def test_a_session_in_an_arm_samples_other_policies_as_served(team: tuple[World,
     wait_until(lambda: world.status("a", tried) == "active", "it is promoted")
 
 
-def test_policies_are_listed_with_what_they_hold(world: World) -> None:
+def test_policies_are_listed_with_what_they_hold(world):
     world.add_policy("a", "support")
     world.add_policy("a", "empty")
     version = world.publish("a", "support")
@@ -369,7 +365,7 @@ def test_policies_are_listed_with_what_they_hold(world: World) -> None:
     assert "summary" not in world.get("admin-a", "/v1/policies")["policies"][0]
 
 
-def test_a_directory_of_two_policies_is_measured_without_its_trainers_state_and_stays(world: World) -> None:
+def test_a_directory_of_two_policies_is_measured_without_its_trainers_state_and_stays(world):
     """The state beside it is of the policy that was trained; nobody is told to remove what another policy uses."""
     path = {name: str(write_adapter(world.directory / name)) for name in ("shared", "own")}
     with world.database.write() as conn:
@@ -385,7 +381,7 @@ def test_a_directory_of_two_policies_is_measured_without_its_trainers_state_and_
     assert (deleted["num_policies"], deleted["directories_left"]) == (2, [path["own"]])
 
 
-def test_another_tenants_policy_does_not_exist(world: World) -> None:
+def test_another_tenants_policy_does_not_exist(world):
     world.add_policy("a", "support")
     version = world.publish("a", "support")
     listed = world.get("admin-b", "/v1/policies")
@@ -420,7 +416,7 @@ def test_another_tenants_policy_does_not_exist(world: World) -> None:
     assert world.sampled("support-a") == version
 
 
-def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world: World) -> None:
+def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world):
     """The trainer of a policy has its number in its id. Its state alone is public, as that of each trainer.
 
     To the tenant that owns the model, `a`, the doctor names every trainer.
@@ -446,7 +442,7 @@ def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world:
         assert {each for each, text in texts.items() if text is not None} == trainers
 
 
-def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
+def test_a_version_that_fails_changes_no_other_policy(world):
     """A's broken version fails and A stays at its last good one; B goes on, and gets its next one."""
     world.add_policy("a", "support")
     world.add_policy("b", "support")
@@ -467,7 +463,7 @@ def test_a_version_that_fails_changes_no_other_policy(world: World) -> None:
     assert (failed.status_code, failed.json()["error"]["code"]) == (409, "version_not_loaded")
 
 
-def test_a_policy_starts_from_an_adapter_that_was_checked(world: World) -> None:
+def test_a_policy_starts_from_an_adapter_that_was_checked(world):
     """It samples with it, and its key knows its policy. What is no adapter creates no policy."""
     path = str(write_adapter(world.directory / "brought"))
     created = world.post("admin-a", "/v1/policies", {"name": "brought", "path": path})
@@ -487,7 +483,7 @@ def test_a_policy_starts_from_an_adapter_that_was_checked(world: World) -> None:
     assert "wrong" not in {each["name"] for each in world.get("admin-a", "/v1/policies")["policies"]}
 
 
-def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world: World) -> None:
+def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world):
     """Its adapter leaves the engine, and comes back; another tenant cannot archive it."""
     world.add_policy("a", "support")
     version = world.publish("a", "support")
@@ -510,7 +506,7 @@ def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world: World)
 
 
 @pytest.mark.parametrize("world", [ARMS], indirect=True)
-def test_each_policy_has_its_own_trial_and_hold_out_and_a_session_keeps_its_arm(world: World) -> None:
+def test_each_policy_has_its_own_trial_and_hold_out_and_a_session_keeps_its_arm(world):
     """Versions 1 and 3 are of one policy, 2 of another: its sessions are in no arm, whatever becomes of the first."""
     world.add_policy("a", "support")
     world.add_policy("b", "support")
@@ -544,7 +540,7 @@ def test_each_policy_has_its_own_trial_and_hold_out_and_a_session_keeps_its_arm(
     assert world.status("b", others) == "active"
 
 
-def test_a_reply_of_another_adapter_than_the_call_was_sent_to_is_not_trained(world: World) -> None:
+def test_a_reply_of_another_adapter_than_the_call_was_sent_to_is_not_trained(world):
     """The engine's own record of the adapter counts, whole and streamed; the metric has the reason."""
     world.add_policy("a", "support")
     version = world.publish("a", "support")
@@ -561,7 +557,7 @@ def test_a_reply_of_another_adapter_than_the_call_was_sent_to_is_not_trained(wor
     assert counted in world.metrics()
 
 
-def test_an_engine_that_lost_an_adapter_loads_it_at_the_next_call(world: World) -> None:
+def test_an_engine_that_lost_an_adapter_loads_it_at_the_next_call(world):
     """The call waits for one load, which is counted; whether the proxy has noticed the loss or not."""
     world.add_policy("a", "support")
     version = world.publish("a", "support")

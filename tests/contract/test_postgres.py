@@ -10,9 +10,7 @@ import random
 
 import httpx2
 import pytest
-from support.private_postgres import PrivatePostgres
-from support.proxies import StartProxy, assert_served_is_stored
-from turnwise_fake_engine import RunningFakeEngine
+from support.proxies import assert_served_is_stored
 
 from turnwise.client import Client
 from turnwise.store import claims, keys
@@ -20,8 +18,8 @@ from turnwise.store.database import Database
 
 
 def test_a_proxy_over_postgresql_captures_turns_that_a_trainer_claims_once(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, postgres_server: PrivatePostgres, postgres_template: str
-) -> None:
+    fake_engine, start_proxy, postgres_server, postgres_template
+):
     url = postgres_server.url(postgres_server.create_database(postgres_template))
     proxy = start_proxy(fake_engine.url, database_url=url)
     fake_engine.calls.clear()
@@ -45,8 +43,8 @@ def test_a_proxy_over_postgresql_captures_turns_that_a_trainer_claims_once(
 
 @pytest.mark.postgres
 def test_a_call_for_an_end_user_with_a_long_name_is_served(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, postgres_server: PrivatePostgres, postgres_template: str
-) -> None:
+    fake_engine, start_proxy, postgres_server, postgres_template
+):
     """An index of PostgreSQL has no room for 3,000 bytes that cannot be compressed."""
     proxy = start_proxy(
         fake_engine.url, database_url=postgres_server.url(postgres_server.create_database(postgres_template))
@@ -62,8 +60,8 @@ def test_a_call_for_an_end_user_with_a_long_name_is_served(
 
 @pytest.mark.postgres
 def test_metrics_are_served_to_a_known_key_while_the_database_is_away(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, postgres_server: PrivatePostgres, postgres_template: str
-) -> None:
+    fake_engine, start_proxy, postgres_server, postgres_template
+):
     """A monitor that gets nothing then cannot say what fails; whoever has no such key gets nothing."""
     url = postgres_server.url(postgres_server.create_database(postgres_template))
     with contextlib.closing(Database(url)) as database, database.write() as connection:

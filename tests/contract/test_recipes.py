@@ -7,7 +7,6 @@ import json
 import random
 import re
 import subprocess
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -16,10 +15,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from support.control_plane import ask
-from support.proxies import RunningProxy, StartProxy, running_proxy
+from support.proxies import RunningProxy, running_proxy
 from support.tiny_models import make_model
 from support.trainer_ledger import settings_for, train
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
+from turnwise_fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
 from examples.demos.plain_agent import load_module
@@ -95,7 +94,7 @@ RIGHT = "def double(x):\n    return 2 * x"
         ("double = '\0'", "null"),
     ],
 )
-def test_code_passes_its_tests_or_is_told_why_not(code: str, expected: str):
+def test_code_passes_its_tests_or_is_told_why_not(code, expected):
     if "socket" in code and not coding.without_network():
         pytest.skip("this machine does not allow namespaces")
     found = coding.failure(code, TESTS)
@@ -202,9 +201,7 @@ def serve_user(proxy: RunningProxy, number: int, reward: float) -> str:
     return str(ended.json()["training_note"])
 
 
-def test_rated_calls_without_a_group_become_a_version(
-    start_proxy: StartProxy, fake_engine: RunningFakeEngine, tmp_path: Path
-) -> None:
+def test_rated_calls_without_a_group_become_a_version(start_proxy, fake_engine, tmp_path):
     fake_engine.answer(Rule(reply=Reply(text="It left.")))
     proxy = start_proxy(fake_engine.url, database_url=f"sqlite:///{tmp_path}/ledger.db")
     for number in range(4):

@@ -40,9 +40,7 @@ def served(proxy: RunningProxy) -> int | None:
     return ask(proxy.url, "/readyz")["policy_version"]
 
 
-def test_one_of_two_proxies_drives_and_the_other_follows(
-    two_proxies: list[RunningProxy], fake_engine: RunningFakeEngine, tmp_path: Path
-):
+def test_one_of_two_proxies_drives_and_the_other_follows(two_proxies, fake_engine, tmp_path):
     """Each version is loaded once; both proxies then store it with their turns, weights and adapters alike."""
     paths = [str(write_weights(tmp_path / f"v{number}")) for number in range(3)]
     for number, path in enumerate(paths):
@@ -60,9 +58,7 @@ def test_one_of_two_proxies_drives_and_the_other_follows(
     assert {view.turn.policy_version_first for view in two_proxies[0].turns()} == {version}
 
 
-def test_no_published_version_has_the_number_of_an_engines_own_model_that_has_sampled(
-    proxy: RunningProxy, tmp_path: Path
-):
+def test_no_published_version_has_the_number_of_an_engines_own_model_that_has_sampled(proxy, tmp_path):
     """The fake engine's model has no weights here, so the ledger has no version 0 of its own."""
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
     ask(proxy.url, "/v1/chat/completions", body)
@@ -72,9 +68,7 @@ def test_no_published_version_has_the_number_of_an_engines_own_model_that_has_sa
     assert sorted(view.turn.policy_version_first for view in proxy.turns()) == [0, 1]
 
 
-def test_a_call_that_is_aborted_before_its_first_token_has_the_served_version(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
-):
+def test_a_call_that_is_aborted_before_its_first_token_has_the_served_version(proxy, fake_engine, tmp_path):
     """`turnwise verify` reports a turn whose last version is below its first one."""
     for number in range(2):
         publish(proxy, write_weights(tmp_path / f"v{number}"))
@@ -91,9 +85,7 @@ def test_a_call_that_is_aborted_before_its_first_token_has_the_served_version(
     assert (view.turn.policy_version_first, view.turn.policy_version_last) == (1, 1)
 
 
-def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
-):
+def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(proxy, fake_engine, tmp_path):
     """While the pinned version cannot be served, the active one stays; a new activation after its repair serves it."""
     paths = [write_weights(tmp_path / f"v{number}") for number in range(3)]
     for path in paths:
@@ -115,9 +107,7 @@ def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(
     assert fake_engine.state.reloads[-1] == str(paths[1])
 
 
-def test_an_adapter_after_whole_weights_is_served_on_its_own_base_model(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
-):
+def test_an_adapter_after_whole_weights_is_served_on_its_own_base_model(proxy, fake_engine, tmp_path):
     """The engine loads its original model before it serves the adapter; later whole weights are loaded again."""
     weights = write_weights(tmp_path / "weights")
     versions = [publish(proxy, write_weights(tmp_path / "first")), publish(proxy, weights)]
@@ -130,7 +120,7 @@ def test_an_adapter_after_whole_weights_is_served_on_its_own_base_model(
     assert fake_engine.state.weights_path == str(weights)
 
 
-def test_a_proxy_refuses_an_engine_of_another_model_than_its_database_belongs_to(tmp_path: Path):
+def test_a_proxy_refuses_an_engine_of_another_model_than_its_database_belongs_to(tmp_path):
     """Its sessions would be continued with token ids that mean something else; `--engine-check warn` allows it."""
     url = f"sqlite:///{tmp_path}/turnwise.db"
     with running_fake_engine() as engine:

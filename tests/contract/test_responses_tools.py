@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from turnwise.types import Outcome
 
@@ -48,8 +48,8 @@ def assert_one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_namespaces_and_freeform_tools_are_returned_under_the_clients_names(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
-) -> None:
+    proxy, shared_engine, session_id, *, stream
+):
     """The engine sees functions; the client sees its own tools; the next call stays on the chain."""
     shared_engine.answer(Rule(reply=REPLY, contains="first", count=1))
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
@@ -91,9 +91,7 @@ def test_namespaces_and_freeform_tools_are_returned_under_the_clients_names(
     assert roles == ["user", "assistant", "tool", "tool"]
 
 
-def test_shell_calls_of_an_earlier_reply_are_accepted(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_shell_calls_of_an_earlier_reply_are_accepted(proxy, shared_engine, session_id):
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
     given: list[Any] = [
         {"role": "user", "content": "list"},
@@ -112,9 +110,7 @@ def test_shell_calls_of_an_earlier_reply_are_accepted(
     assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "call_1", "file")
 
 
-def test_an_item_reference_is_resolved_from_the_stored_turn(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_an_item_reference_is_resolved_from_the_stored_turn(proxy, shared_engine, session_id):
     """By default the AI SDK sends ids in place of the items of a reply."""
     shared_engine.answer(Rule(reply=REPLY, contains="first", count=1))
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
@@ -130,9 +126,7 @@ def test_an_item_reference_is_resolved_from_the_stored_turn(
     assert_one_exact_chain(proxy, session_id, 2)
 
 
-def test_a_session_key_cannot_read_a_response_of_another_session(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_a_session_key_cannot_read_a_response_of_another_session(proxy, shared_engine, session_id):
     """`previous_response_id` and an item reference are both answered as unknown."""
     assert shared_engine.url
     other = openai.OpenAI(base_url=proxy.session_v1(f"{session_id}-other"), api_key="any", max_retries=0)
@@ -150,9 +144,7 @@ def test_a_session_key_cannot_read_a_response_of_another_session(
     assert not any("secret" in str(view.messages) for view in proxy.turns(session_id))
 
 
-def test_a_stored_response_is_returned_by_its_id_to_who_may_continue_it(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_a_stored_response_is_returned_by_its_id_to_who_may_continue_it(proxy, shared_engine, session_id):
     shared_engine.answer(Rule(reply=Reply(text="Working.", tool_calls=[ToolCall(name="look", arguments={"a": 1})])))
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
     tools: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
@@ -184,8 +176,8 @@ def test_a_stored_response_is_returned_by_its_id_to_who_may_continue_it(
 
 
 def test_what_a_conversation_loses_is_counted_by_type_and_a_path_may_begin_with_two_slashes(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+    proxy, shared_engine, session_id
+):
     """A base URL that ends with a slash gives such paths."""
     assert shared_engine.url
     given = [{"type": "mcp_list_tools", "id": "w"}, {"role": "user", "content": "Hi."}]

@@ -55,14 +55,14 @@ def run(tmp_path: Path, *arguments: str) -> Any:
     return json.loads(done.output)
 
 
-def test_prune_deletes_sessions_over_the_given_age(store: Database, tmp_path: Path) -> None:
+def test_prune_deletes_sessions_over_the_given_age(store, tmp_path):
     add_ended(store, "old-1", "old-2")
     assert run(tmp_path, "prune", "--older-than-days", "11")["num_sessions"] == 0
     assert run(tmp_path, "prune", "--older-than-days", "9")["num_sessions"] == 2
     assert session_ids(store) == set()
 
 
-def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp_path: Path) -> None:
+def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store, tmp_path):
     add_ended(store, "a", "b", tenant="acme")
     add_ended(store, "c", tenant="other")
     with store.write() as connection:
@@ -78,7 +78,7 @@ def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp
     assert run(tmp_path, "keys", "list") == []
 
 
-def test_forget_deletes_the_sessions_of_an_end_user(store: Database, tmp_path: Path) -> None:
+def test_forget_deletes_the_sessions_of_an_end_user(store, tmp_path):
     with store.write() as connection:
         for session_id, user_id in (("a", "kim"), ("b", "kim"), ("c", "lea"), ("d", None)):
             sessions.create_session(connection, Session(session_id=session_id, user_id=user_id))
@@ -86,9 +86,7 @@ def test_forget_deletes_the_sessions_of_an_end_user(store: Database, tmp_path: P
     assert session_ids(store) == {"c", "d"}
 
 
-def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_found(
-    store: Database, tmp_path: Path
-) -> None:
+def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_found(store, tmp_path):
     add_ended(store, "a", "b", tenant="acme")
 
     def forget(*options: str, answer: str = "") -> Result:
@@ -113,7 +111,7 @@ def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_f
     assert session_ids(store) == set()
 
 
-def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> None:
+def test_a_backup_is_a_database_of_its_own(store, tmp_path):
     add_ended(store, "a")
     made = run(tmp_path, "db", "backup", str(tmp_path / "backup.db"))
     assert made["num_bytes"] == (tmp_path / "backup.db").stat().st_size
@@ -122,7 +120,7 @@ def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> N
     assert session_ids(copy) == {"a"}
 
 
-def test_the_proxy_deletes_sessions_over_the_age_of_its_setting(tmp_path: Path) -> None:
+def test_the_proxy_deletes_sessions_over_the_age_of_its_setting(tmp_path):
     database = new_database(tmp_path / "turnwise.db")
     add_ended(database, "ten-days")
     add_ended(database, "twenty-days", at=LONG_AGO - TEN_DAYS)

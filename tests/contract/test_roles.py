@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import orjson
 from support.proxies import RunningProxy
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise_fake_engine import Reply, Rule
 
 TITLES = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
 CODER = {"role": "system", "content": "You write code."}
@@ -28,7 +28,7 @@ def trained(proxy: RunningProxy, **query: str | list[str]) -> list[str]:
     return [turn_id for line in lines for turn_id in orjson.loads(line)["turn_ids"]]
 
 
-def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningProxy):
+def test_side_calls_are_stored_with_their_role_and_not_trained(proxy):
     """A title call first, the agent, and its sub-agent; then an operator corrects the sub-agent's role."""
     title = call(proxy, TITLES, USER)
     main = call(proxy, CODER, USER, tools=TOOLS)
@@ -50,9 +50,7 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningPro
     assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text
 
 
-def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(
-    fake_engine: RunningFakeEngine, proxy: RunningProxy
-):
+def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(fake_engine, proxy):
     """The last call of a run: no later turn shows which of the two replies the harness has used."""
     fake_engine.answer(Rule(contains="bug", reply=Reply(text=""), count=1))
     empty, answered = call(proxy, CODER, USER), call(proxy, CODER, USER)
@@ -65,7 +63,7 @@ def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(
     assert trained(proxy) == [answered]
 
 
-def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):
+def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy):
     """The summary is a side call of the first chain; the agent continues with its system message, without a history."""
     first = call(proxy, CODER, USER, tools=TOOLS)
     reply = {"role": "assistant", "content": "Fix the bug."}

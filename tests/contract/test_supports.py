@@ -135,7 +135,7 @@ def test_a_call_truncates_by_its_own_parameters_and_by_the_engines_defaults(samp
     assert truncates(sampling, defaults) is expected
 
 
-def test_the_plugin_that_is_copied_to_another_vllm_needs_no_other_module_of_ours(tmp_path: Path) -> None:
+def test_the_plugin_that_is_copied_to_another_vllm_needs_no_other_module_of_ours(tmp_path):
     write_plugin(tmp_path)
     needed = "from turnwise.engine_plugin import cpu_kernels, supports; print(cpu_kernels.__file__, supports.__file__)"
     alone = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}

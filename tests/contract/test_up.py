@@ -397,6 +397,6 @@ def test_up_keeps_none_of_the_memory_of_its_checks(model):
 
 
 @pytest.mark.parametrize("name", [name for names in SHOWN_LOGGERS.values() for name in names])
-def test_a_logger_whose_lines_the_terminal_shows_is_that_of_a_module(name: str):
+def test_a_logger_whose_lines_the_terminal_shows_is_that_of_a_module(name):
     """A module that moves takes its name along; the terminal must go on to show what the trainer waits for."""
     assert importlib.import_module(name).log.name == name

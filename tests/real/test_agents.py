@@ -81,7 +81,7 @@ def test_no_ordinary_call_of_an_agent_was_taken_for_a_compaction_prompt():
 
 
 @pytest.mark.parametrize("harness", SDKS, ids=by_name)
-def test_an_sdk_without_a_session_is_one_exact_chain_with_parallel_tools(fake: Served, harness: Harness):
+def test_an_sdk_without_a_session_is_one_exact_chain_with_parallel_tools(fake, harness):
     engine, proxy = fake
     verdict = examine_briefly(Stage(harness, install(harness, SCRATCH), proxy, engine))
     assert verdict.cells == GOOD, verdict.notes
@@ -90,14 +90,14 @@ def test_an_sdk_without_a_session_is_one_exact_chain_with_parallel_tools(fake: S
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("harness", SDKS, ids=by_name)
-def test_every_check_of_an_sdk_holds_in_front_of_a_real_engine_with_forced_tokens(forced: Served, harness: Harness):
+def test_every_check_of_an_sdk_holds_in_front_of_a_real_engine_with_forced_tokens(forced, harness):
     engine, proxy = forced
     verdict = examine(Stage(harness, install(harness, SCRATCH), proxy, engine))
     assert {column: cell for column, cell in verdict.cells.items() if cell == "no"} == {}, verdict.notes
     assert verdict.cells.keys() == COLUMNS.keys()
 
 
-def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
+def test_the_verdicts_of_another_commit_are_played_again(tmp_path):
     first, second = HARNESSES[:2]
     file = tmp_path / "verdicts.json"
     Verdicts(file, "earlier").add(first, "vllm", Verdict({"runs": "no"}, ["late"]))
@@ -114,7 +114,7 @@ def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harness", ALL, ids=by_name)
-def test_an_agent_passes_the_checks_that_its_row_states(fake: Served, harness: Harness):
+def test_an_agent_passes_the_checks_that_its_row_states(fake, harness):
     """`make harnesses` installs them; what no machine could install says so in its row."""
     engine, proxy = fake
     stated = STATED[harness.name]["cells"]
@@ -163,7 +163,7 @@ def test_every_entry_of_the_table_has_a_real_client_that_the_docs_name():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.client}: {case.entry}")
-def test_the_id_of_a_real_client_names_its_session_and_its_sub_agent(tmp_path: Path, case: Case):
+def test_the_id_of_a_real_client_names_its_session_and_its_sub_agent(tmp_path, case):
     """`make harnesses` installs the clients. All calls of a run are in one session, also those of its sub-agent."""
     (harness,) = (each for each in HARNESSES if each.name == case.client)
     try:

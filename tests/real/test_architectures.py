@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from certificates.__main__ import loads
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gemma3", "granite4", "lfm2"])
-def test_each_load_into_a_running_vllm_changes_all_that_the_trainer_changed(tmp_path: Path, name: str):
+def test_each_load_into_a_running_vllm_changes_all_that_the_trainer_changed(tmp_path, name):
     """The CPU's kernels pack experts and tied heads, and turn LFM2's queries; Granite 4 looks layers up by name."""
     if TINY[name].vision is not None and importlib.util.find_spec("torchvision") is None:
         pytest.skip("vLLM serves no wrapper without torchvision, which `make setup` installs")

@@ -37,9 +37,7 @@ def run_documented(program: str, server: PrivatePostgres, directory: Path, names
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_a_documented_backup_that_is_made_under_load_restores_every_turn_from_before(
-    postgres_server: PrivatePostgres, tmp_path: Path
-):
+def test_a_documented_backup_that_is_made_under_load_restores_every_turn_from_before(postgres_server, tmp_path):
     name = postgres_server.create_database()
     copy = f"{name}_restored"
     with (

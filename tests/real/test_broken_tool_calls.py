@@ -14,8 +14,7 @@ import httpx2
 import openai
 import pytest
 from google import genai
-from support.engines import RunningEngine
-from support.proxies import ProxyAndEngine, RunningProxy, StartProxy
+from support.proxies import RunningProxy
 from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from turnwise.json_text import json_object
@@ -107,9 +106,7 @@ def play_in_session(proxy: RunningProxy, session_id: str, play: Any, *, stream: 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("play", DIALECTS)
-def test_a_tool_call_with_broken_arguments_does_not_end_its_conversation(
-    shared_proxy: ProxyAndEngine, play: Any, *, stream: bool
-) -> None:
+def test_a_tool_call_with_broken_arguments_does_not_end_its_conversation(shared_proxy, play, *, stream):
     """The next turn extends it, and the engine gets no message with arguments that it cannot parse."""
     fake_engine, name = shared_proxy.engine, f"{play.__name__}-{stream}"
     fake_engine.answer(Rule(reply=BROKEN, contains="break", count=1))
@@ -133,9 +130,7 @@ SAMPLED = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["cut-off", pytest.param("not-json", marks=pytest.mark.slow)])
-def test_a_real_engine_continues_after_a_broken_tool_call(
-    engine: RunningEngine, start_proxy: StartProxy, kind: str
-) -> None:
+def test_a_real_engine_continues_after_a_broken_tool_call(engine, start_proxy, kind):
     """All dialects, whole and streamed: the second turn repeats the broken call and is on the first one's chain.
 
     vLLM returns a broken call as text in a whole reply, and as a call with these arguments in a stream.
@@ -158,9 +153,7 @@ def test_a_real_engine_continues_after_a_broken_tool_call(
 
 
 @pytest.mark.engine
-def test_automatic_calling_before_a_real_engine_runs_a_function_only_with_whole_arguments(
-    engine: RunningEngine, start_proxy: StartProxy
-) -> None:
+def test_automatic_calling_before_a_real_engine_runs_a_function_only_with_whole_arguments(engine, start_proxy):
     """Google's SDK would run it with its defaults. Limits end the reply before, in and after the arguments."""
     proxy = start_proxy(engine.url)
     ran: list[str] = []

@@ -19,7 +19,6 @@ import pytest
 from support import served_vision
 from support.engines import running_engine
 from support.forced_browser import SOLVED, TYPED
-from support.proxies import StartProxy
 from support.servers import serving
 
 from trainer.model.model import Policy
@@ -70,9 +69,7 @@ def site() -> Iterator[ThreadingHTTPServer]:
         yield server
 
 
-def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(
-    site: ThreadingHTTPServer, start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(site, start_proxy, tmp_path, monkeypatch):
     python, chromium = os.environ.get("TURNWISE_BROWSER_USE"), shutil.which("chromium")
     if python is None or chromium is None:
         pytest.skip("needs TURNWISE_BROWSER_USE, a Python with browser-use, and `chromium`")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from chaos import invariants, recorded
 from chaos.storm import Storm
@@ -14,7 +12,7 @@ SEED = 9
 
 @pytest.mark.parametrize("seconds", [5.0, pytest.param(60.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind: str, seconds: float, tmp_path: Path):
+def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind, seconds, tmp_path):
     directory = tmp_path / "world"
     directory.mkdir()
     with world(kind, directory) as running:
@@ -23,7 +21,7 @@ def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind: str, seconds: 
     assert not report.violations, invariants.shortened(report.violations)
 
 
-def test_every_stored_token_is_the_one_that_the_engine_sent(database_url: str, tmp_path: Path):
+def test_every_stored_token_is_the_one_that_the_engine_sent(database_url, tmp_path):
     result = recorded.run(database_url, tmp_path, conversations=60, seed=SEED)
     print(result.summary)
     assert not result.violations, invariants.shortened(result.violations)

@@ -93,8 +93,8 @@ def database_url(postgres_server: PrivatePostgres) -> str:
 
 @pytest.mark.parametrize("vllm", [False, pytest.param(True, marks=[pytest.mark.engine, pytest.mark.slow])])
 def test_the_services_commands_serve_and_train_when_started_in_the_files_order(
-    small_model_dir: Path, database_url: str, tmp_path: Path, vllm: bool
-) -> None:
+    small_model_dir, database_url, tmp_path, vllm
+):
     """Migrate, serve, reward, train and reload with nothing but the commands of the compose file.
 
     The short form has a fake engine, whose logprobs are not the model's: it ends when the trainer waits for groups.

@@ -11,9 +11,8 @@ import httpx2
 import openai
 import pytest
 from google import genai
-from support.engines import RunningEngine
-from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, assert_served_is_stored
-from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+from support.proxies import ProxyAndEngine, RunningProxy, assert_served_is_stored
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, ToolCall
 
 from turnwise.types import Outcome
 
@@ -77,9 +76,7 @@ def one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int) -> boo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
-) -> None:
+def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(proxy, shared_engine, session_id, *, stream):
     shared_engine.answer(Rule(reply=THINKING, contains="first", count=1))
     client, tools = messages_client(proxy, session_id), [MESSAGES_TOOL]
     asked: list[Any] = [{"role": "user", "content": "first"}]
@@ -100,9 +97,7 @@ def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
-) -> None:
+def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(proxy, shared_engine, session_id, *, stream):
     shared_engine.answer(Rule(reply=THINKING, contains="first", count=1))
     client = responses_client(proxy, session_id)
     asked: list[Any] = [{"role": "user", "content": "first"}]
@@ -119,9 +114,7 @@ def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
     assert one_exact_chain(proxy, session_id, 3)
 
 
-def test_a_previous_response_is_found_in_the_store_and_in_its_session(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine
-) -> None:
+def test_a_previous_response_is_found_in_the_store_and_in_its_session(proxy, shared_engine):
     assert shared_engine.url
     client = openai.OpenAI(base_url=proxy.v1, api_key=uuid.uuid4().hex, max_retries=0)
     first = client.responses.create(model="fake", input="one", instructions="Be kind.")
@@ -137,9 +130,7 @@ def test_a_previous_response_is_found_in_the_store_and_in_its_session(
         client.responses.create(model="fake", input="two", previous_response_id="resp_nothing")
 
 
-def test_new_instructions_replace_those_of_the_previous_response(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_new_instructions_replace_those_of_the_previous_response(proxy, shared_engine, session_id):
     """OpenAI's rule; the new chain names this as its reason."""
     assert shared_engine.url
     client = responses_client(proxy, session_id)
@@ -151,9 +142,7 @@ def test_new_instructions_replace_those_of_the_previous_response(
     assert second.turn.reason == "system_changed"
 
 
-def test_each_dialect_reports_its_own_finish_reason(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_each_dialect_reports_its_own_finish_reason(proxy, shared_engine, session_id):
     shared_engine.answer(Rule(reply=Reply(text="one two three"), contains="count"))
     claude, client = messages_client(proxy, session_id), responses_client(proxy, session_id)
     count: Any = [{"role": "user", "content": "count"}]
@@ -168,9 +157,7 @@ def test_each_dialect_reports_its_own_finish_reason(
         assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(proxy, shared_engine, session_id):
     """`text.format` becomes the engine's response format; logprobs come only where they were included."""
     client = responses_client(proxy, session_id)
     wanted: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
@@ -186,9 +173,7 @@ def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
     assert plain.output[0].content[0].logprobs == []
 
 
-def test_the_token_count_of_a_continued_chain_equals_the_prompt_tokens_of_the_call(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_the_token_count_of_a_continued_chain_equals_the_prompt_tokens_of_the_call(proxy, shared_engine, session_id):
     """The sampled arguments have no spaces, and rendering them again would add some. A count creates no session."""
     client = messages_client(proxy, session_id)
     call = ToolCall(name="look", arguments='{"key":"a","more":[1,2,3]}')
@@ -208,9 +193,7 @@ def test_the_token_count_of_a_continued_chain_equals_the_prompt_tokens_of_the_ca
     assert one_exact_chain(proxy, session_id, 2)
 
 
-def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thinking(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thinking(proxy, shared_engine, session_id):
     """A count renders with the same template arguments as the call."""
     asked: Any = {
         "model": "claude-x",
@@ -227,9 +210,7 @@ def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thi
     assert client.messages.count_tokens(**asked).input_tokens == raw.parse().usage.input_tokens
 
 
-def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
-) -> None:
+def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(proxy, shared_engine, session_id):
     """There is no terminal event, and the sampled tokens are stored."""
     broken = Fault(kind=FaultKind.RESET_STREAM, after_chunks=3)
     asked = {"model": "fake", "stream": True}
@@ -258,9 +239,7 @@ ASKED_TWICE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in_each_dialect(
-    start_proxy: StartProxy, fake_engine: RunningFakeEngine
-) -> None:
+def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in_each_dialect(start_proxy, fake_engine):
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
     fake_engine.calls.clear()
     for route, (body, answer) in ASKED_TWICE.items():
@@ -283,8 +262,8 @@ def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 def test_a_replayed_answer_that_is_read_from_the_store_has_the_ids_and_logprobs_that_were_asked_for(
-    start_proxy: StartProxy, fake_engine: RunningFakeEngine, route: str, stream: bool
-) -> None:
+    start_proxy, fake_engine, route, stream
+):
     """Of a call that extends another one too: its prompt is the whole one. A stream's tokens come in one chunk."""
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
     body, _ = ASKED_TWICE[route]
@@ -321,9 +300,7 @@ def shown_tokens(answer: httpx2.Response, *, stream: bool) -> dict[str, list[Any
 
 
 @pytest.mark.engine
-def test_on_a_real_engine_the_second_turn_extends_the_first_in_each_dialect(
-    engine: RunningEngine, start_proxy: StartProxy
-) -> None:
+def test_on_a_real_engine_the_second_turn_extends_the_first_in_each_dialect(engine, start_proxy):
     """The texts are sampled, so tokenising them again would change tokens."""
     proxy = start_proxy(engine.url)
     claude, client = messages_client(proxy, "claude"), responses_client(proxy, "gpt")

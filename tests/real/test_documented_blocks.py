@@ -84,7 +84,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("block", [each for each in blocks("python") if each.page.name == "client.md"], ids=str)
-def test_the_client_examples_run(block: Block, site: Site) -> None:
+def test_the_client_examples_run(block, site):
     program = block.text.replace("http://127.0.0.1:8100", site.places["http://127.0.0.1:8100"])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
@@ -99,7 +99,7 @@ def test_the_client_examples_run(block: Block, site: Site) -> None:
     assert done.stdout, "each example prints what it read"
 
 
-def test_there_are_blocks_to_run() -> None:
+def test_there_are_blocks_to_run():
     """A change of the pages' format must not leave this test without blocks."""
     assert {str(block.page.relative_to(ROOT)) for block in BLOCKS} >= {
         "README.md",
@@ -119,7 +119,7 @@ def _is_in_every_run(block: Block) -> bool:
     [pytest.param(each, marks=() if _is_in_every_run(each) else pytest.mark.slow) for each in BLOCKS],
     ids=str,
 )
-def test_the_block_runs(block: Block, site: Site) -> None:
+def test_the_block_runs(block, site):
     text = block.text
     for placeholder, actual in site.places.items():
         text = text.replace(placeholder, actual)

@@ -15,8 +15,7 @@ import random
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
-from support.engines import RunningEngine
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy
 
 from turnwise.default_models.trail import SYSTEM_PROMPT, TOOLS
 
@@ -153,7 +152,7 @@ NUM_SESSIONS = [pytest.param(16), pytest.param(200, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("num_sessions", NUM_SESSIONS)
 def test_an_append_only_history_is_one_chain_of_exactly_the_engines_tokens(
-    engine: RunningEngine, start_proxy: StartProxy, small_model_dir, num_sessions
+    engine, start_proxy, small_model_dir, num_sessions
 ):
     proxy = start_proxy(engine.url)
     played = asyncio.run(play_all(proxy.url, num_sessions))
@@ -169,9 +168,7 @@ def test_an_append_only_history_is_one_chain_of_exactly_the_engines_tokens(
 
 
 @pytest.mark.parametrize("num_sessions", NUM_SESSIONS)
-def test_without_continuation_the_same_agents_break_their_chains(
-    engine: RunningEngine, start_proxy: StartProxy, num_sessions
-):
+def test_without_continuation_the_same_agents_break_their_chains(engine, start_proxy, num_sessions):
     """With continuation off, histories are tokenised again, tokens drift, and turns record the reason."""
     proxy = start_proxy(engine.url, "--no-continuation")
     counts = check(proxy, asyncio.run(play_all(proxy.url, num_sessions)))
@@ -197,7 +194,7 @@ def largest_logprob_gap(proxy: RunningProxy, played: list[Played], model_dir) ->
     return worst
 
 
-def test_two_choices_of_one_call_are_two_turns_and_both_can_be_extended(engine: RunningEngine, start_proxy: StartProxy):
+def test_two_choices_of_one_call_are_two_turns_and_both_can_be_extended(engine, start_proxy):
     """With n = 2 a call starts a branch: both continue exactly, each on its own chain."""
     proxy = start_proxy(engine.url)
 

@@ -9,9 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 from google.genai import types
-from support.engines import RunningEngine
-from support.proxies import ProxyAndEngine, RunningProxy, StartProxy
-from turnwise_fake_engine import RunningFakeEngine
+from support.proxies import ProxyAndEngine, RunningProxy
 
 from turnwise.types import Outcome
 
@@ -75,9 +73,7 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_a_file_reaches_the_engine_and_a_url_does_not(
-    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, case: str
-) -> None:
+def test_a_file_reaches_the_engine_and_a_url_does_not(proxy, shared_engine, session_id, case):
     (route, body), url = SERVED[case]
     reply = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
     if url == LINK:
@@ -95,9 +91,7 @@ def test_a_file_reaches_the_engine_and_a_url_does_not(
 
 
 @pytest.mark.engine
-def test_a_model_without_images_refuses_each_with_a_sentence(
-    engine: RunningEngine, start_proxy: StartProxy, session_id: str
-) -> None:
+def test_a_model_without_images_refuses_each_with_a_sentence(engine, start_proxy, session_id):
     proxy = start_proxy(engine.url)
     asked = {case: served for case, served in SERVED.items() if served[1] != LINK}
     for case, ((route, body), _) in asked.items():

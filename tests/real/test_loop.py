@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from support.browser import running_browser, visit
-from support.engines import RunningEngine
-from support.proxies import StartProxy
 from support.running_trainer import GROUP_SIZE, GROUPS, play_group, running_trainer, wait_for_version
 from support.waiting import wait_until
 
@@ -25,9 +23,7 @@ AGENT = Path(__file__).parents[2] / "examples" / "trail" / "agent.py"
 NUM_RATED = 8
 
 
-def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(
-    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, base_weights
-):
+def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(engine, start_proxy, tmp_path, base_weights):
     """Two batches with a kill in between: two versions, each group trained once, and each turn has its version."""
     proxy = start_proxy(engine.url)
     log = tmp_path / "trainer.log"
@@ -56,9 +52,7 @@ def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(
     assert (served / "model.safetensors").read_bytes() != (engine.model_dir / "model.safetensors").read_bytes()
 
 
-def test_thumbs_that_a_person_gives_in_a_browser_become_a_served_version(
-    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, base_weights
-):
+def test_thumbs_that_a_person_gives_in_a_browser_become_a_served_version(engine, start_proxy, tmp_path, base_weights):
     """Conversations without a group, a reward or a task: only the clicks on the page say which replies were good."""
     proxy = start_proxy(engine.url)
     singles = ("--singles-per-group", str(NUM_RATED // GROUPS))
@@ -80,9 +74,7 @@ def test_thumbs_that_a_person_gives_in_a_browser_become_a_served_version(
     assert weights[0].read_bytes() != weights[1].read_bytes()
 
 
-def test_the_same_agent_runs_against_vllm_itself_and_through_the_proxy(
-    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path
-):
+def test_the_same_agent_runs_against_vllm_itself_and_through_the_proxy(engine, start_proxy, tmp_path):
     proxy = start_proxy(engine.url)
     task = tmp_path / "task.json"
     task.write_text(json.dumps(make_task("eval", 0, seed=0).for_agent()))

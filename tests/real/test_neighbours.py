@@ -143,9 +143,7 @@ def percentile(seconds: list[float]) -> float:
 
 
 @pytest.mark.slow
-def test_a_tenants_storm_neither_delays_nor_loses_another_tenants_calls(
-    database: Database, database_url: str, tmp_path: Path
-):
+def test_a_tenants_storm_neither_delays_nor_loses_another_tenants_calls(database, database_url, tmp_path):
     with database.write() as connection:
         key = keys.create_key(connection, "calm", keys.KeyRole.AGENT, "")[1]
         admin = keys.create_key(connection, "storm", keys.KeyRole.ADMIN, "")[1]

@@ -15,9 +15,8 @@ from typing import Any
 import httpx2
 import pytest
 from support.browser import running_browser
-from support.engines import RunningEngine
 from support.ports import free_port
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy
 from support.running_trainer import GROUPS, running_trainer, wait_for_version
 from support.waiting import wait_until
 
@@ -106,9 +105,7 @@ def rated(people: httpx2.Client) -> dict[str, int]:
 
 
 @pytest.mark.skipif(not OPEN_WEBUI.exists(), reason="run extras/adapters/tests/setup.sh first")
-def test_a_persons_thumbs_in_open_webui_become_a_served_version(
-    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, base_weights: None
-) -> None:
+def test_a_persons_thumbs_in_open_webui_become_a_served_version(engine, start_proxy, tmp_path, base_weights):
     """Clicks in Chromium on Open WebUI itself: its chats are sessions, and only the thumbs say which were good."""
     proxy = start_proxy(engine.url, "--session-idle-seconds", "2")
     with (

@@ -66,7 +66,7 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> None:
     client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], max_completion_tokens=8)
 
 
-def test_the_overview_shows_the_served_version_the_rewards_and_the_stored_sessions(window: Visit) -> None:
+def test_the_overview_shows_the_served_version_the_rewards_and_the_stored_sessions(window):
     text = main_text(page := window.open())
     for expected in (
         "version 0",
@@ -82,7 +82,7 @@ def test_the_overview_shows_the_served_version_the_rewards_and_the_stored_sessio
     page.wait_for_selector("text=sampled tokens a minute")
 
 
-def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) -> None:
+def test_the_runs_view_has_every_curve_and_compares_two_versions(window):
     page = window.open("#runs/1/8")
     titles = page.locator(".charts h2").all_inner_texts()
     assert re.fullmatch(r"Reward of \d+ sessions", titles.pop(1))
@@ -111,7 +111,7 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     assert "No update has this value: the algorithm does not compute it." in main_text(page)
 
 
-def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window: Visit) -> None:
+def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window):
     page = window.open("#sessions")
     first = page.locator(".sessions > li").nth(1)
     assert "I want my money back" in main_text(page)
@@ -130,7 +130,7 @@ def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(w
     assert "mean advantage" in group
 
 
-def test_labels_and_rewards_are_given_by_hand(window: Visit, world: RunningProxy) -> None:
+def test_labels_and_rewards_are_given_by_hand(window, world):
     call(world, "by-hand")
     page = window.open("#session/by-hand")
     page.click("summary:text-is('Label')")
@@ -158,7 +158,7 @@ def test_labels_and_rewards_are_given_by_hand(window: Visit, world: RunningProxy
     assert (stored["labels"], [line["value"] for line in stored["rewards"]]) == ([], [0.25, 0.5])
 
 
-def test_a_session_is_exported_ended_and_deleted_after_a_question(window: Visit, world: RunningProxy) -> None:
+def test_a_session_is_exported_ended_and_deleted_after_a_question(window, world):
     call(world, "finished")
     page = window.open("#session/finished")
     with page.expect_download() as turns:
@@ -185,7 +185,7 @@ def test_a_session_is_exported_ended_and_deleted_after_a_question(window: Visit,
     assert httpx2.get(f"{world.url}/v1/sessions/finished").status_code == 404
 
 
-def test_a_person_says_what_a_reply_should_have_been(window: Visit, world: RunningProxy) -> None:
+def test_a_person_says_what_a_reply_should_have_been(window, world):
     call(world, "judged")
     page = window.open("#session/judged")
     page.click("summary:text-is('Feedback')")
@@ -207,7 +207,7 @@ def test_a_person_says_what_a_reply_should_have_been(window: Visit, world: Runni
     ]
 
 
-def test_the_served_version_is_chosen_after_a_question(window: Visit, world: RunningProxy) -> None:
+def test_the_served_version_is_chosen_after_a_question(window, world):
     """The engines of other tests keep their version, because the route that chooses one is answered here."""
     page = window.page
     questions: list[str] = []
@@ -240,7 +240,7 @@ def test_the_served_version_is_chosen_after_a_question(window: Visit, world: Run
     assert len(questions) == 3
 
 
-def test_the_overview_states_the_lift_over_the_hold_out(window: Visit) -> None:
+def test_the_overview_states_the_lift_over_the_hold_out(window):
     arm = {"version": 5, "num_sessions": 40, "num_turns": 40, "broken_share": 0.0, "mean_reward": 0.5}
     arms = {"canary": arm | {"version": 7}, "control": arm, "lift": {"reward": {"mean": 0.2, "low": 0.1, "high": 0.3}}}
     version = {"status": "active", "metrics": {}, "created_at": "2026-01-01T00:00:00Z", "on_disk": True, "path": "/p"}
@@ -249,7 +249,7 @@ def test_the_overview_states_the_lift_over_the_hold_out(window: Visit) -> None:
     assert "Reward +0.2 over version 5, which is held out (0.1 to 0.3)" in main_text(window.open())
 
 
-def test_versions_are_compared_by_the_rewards_and_replies_of_the_same_task(window: Visit) -> None:
+def test_versions_are_compared_by_the_rewards_and_replies_of_the_same_task(window):
     """In this run version 0 sampled everything, so a version is compared with itself."""
     text = " ".join(main_text(window.open("#runs/0/0")).split())
     assert "Over 3 tasks that both versions played" in text
@@ -257,14 +257,14 @@ def test_versions_are_compared_by_the_rewards_and_replies_of_the_same_task(windo
     assert "You are welcome. Goodbye!" in text
 
 
-def test_a_branch_shows_its_reason_and_both_texts(window: Visit) -> None:
+def test_a_branch_shows_its_reason_and_both_texts(window):
     text = main_text(window.open("#session/edited"))
     assert "Why this is a branch: edited_history" in text
     assert "Stored reply of turn 1" in text or "Stored reply of turn 0" in text
     assert "What the client sent in this turn" in text
 
 
-def test_tokens_are_compared_with_the_served_version(window: Visit) -> None:
+def test_tokens_are_compared_with_the_served_version(window):
     page = window.open("#session/edited")
     page.locator("summary:text('Tokens')").last.click()
     page.wait_for_selector(".tokens .scaffold")
@@ -280,9 +280,7 @@ def answering(answer: dict[str, Any]) -> Callable[[Any], None]:
     return lambda route: route.fulfill(**answer)
 
 
-def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_of_another_form_is_an_error(
-    window: Visit,
-) -> None:
+def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_of_another_form_is_an_error(window):
     page = window.open("#health")
     page.route("**/readyz", lambda route: route.abort())
     page.wait_for_selector("#problem:text('The proxy does not answer')", timeout=60_000)
@@ -304,7 +302,7 @@ def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_
     window.console.clear()
 
 
-def test_live_turns_appear_without_a_reload(window: Visit, world: RunningProxy) -> None:
+def test_live_turns_appear_without_a_reload(window, world):
     page = window.open("#sessions")
     call(world, "live-session")
     page.wait_for_selector("a[title='live-session']", timeout=60_000)
@@ -321,7 +319,7 @@ def test_live_turns_appear_without_a_reload(window: Visit, world: RunningProxy) 
     page.wait_for_selector(".sessions li:has(a[title='live-session']):has-text('seen-live')", timeout=60_000)
 
 
-def test_the_page_shows_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> None:
+def test_the_page_shows_when_it_is_not_live_and_asks_for_a_key(window):
     window.page.route("**/v1/events", lambda route: route.fulfill(status=403, body="{}"))
     window.open("", is_live=False)
     window.page.wait_for_selector("#live span:text-is('not live')")
@@ -338,9 +336,7 @@ def faults_of(page: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("width", "colours"), [(400, "dark"), pytest.param(1100, "light", marks=pytest.mark.slow)])
-def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(
-    window: Visit, width: int, colours: str
-) -> None:
+def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(window, width, colours):
     window.page.set_viewport_size({"width": width, "height": 800})
     window.page.emulate_media(color_scheme=colours)
     faults = {}
@@ -353,7 +349,7 @@ def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(
     assert {where: each for where, each in faults.items() if each} == {}
 
 
-def test_the_page_is_used_by_keyboard(window: Visit) -> None:
+def test_the_page_is_used_by_keyboard(window):
     page = window.open("#session/edited")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to content"
@@ -369,7 +365,7 @@ def test_the_page_is_used_by_keyboard(window: Visit) -> None:
     assert page.inner_text(".token-detail").startswith("Token 1: id ")
 
 
-def test_odd_names_and_long_text_are_shown_as_text(window: Visit, world: RunningProxy) -> None:
+def test_odd_names_and_long_text_are_shown_as_text(window, world):
     long = "x" * 200_000
     with httpx2.Client(base_url=world.url, timeout=60) as http:
         wanted = {"session_id": "odd", "task_id": ODD, "metadata": {"a": ODD}, "group_id": f"{ODD}#1"}
@@ -391,7 +387,7 @@ def test_odd_names_and_long_text_are_shown_as_text(window: Visit, world: Running
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
-def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: Visit, world: RunningProxy) -> None:
+def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window, world):
     count = 100_000
     answer = {
         "turn_id": "t",
@@ -426,9 +422,7 @@ def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: 
     assert last.get_attribute("class").split() == ["sampled", "s1"]
 
 
-def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_elements_and_layouts(
-    window: Visit, world: RunningProxy
-) -> None:
+def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_elements_and_layouts(window, world):
     """The time is only printed, because it depends on the machine; what it depends on is checked."""
     messages: list[dict[str, str]] = []
     client = OpenAI(base_url=f"{world.url}/sessions/long-conversation/v1", api_key="none")
@@ -452,7 +446,7 @@ def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_element
     assert sum(fetched.values()) < 16 * num_tokens, "bytes: the text, an id, and a logprob or null"
 
 
-def test_the_health_view_shows_engines_queues_and_the_results_of_the_doctor(window: Visit) -> None:
+def test_the_health_view_shows_engines_queues_and_the_results_of_the_doctor(window):
     page = window.open("#health")
     text = main_text(page)
     for expected in ("Serving", "Queues", "writes that wait", "Limits", "no budget", "There are no keys"):

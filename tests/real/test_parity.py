@@ -305,9 +305,7 @@ def keys_by_kind(chunks: list[dict[str, Any]]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(("path", "shape"), in_every_run([shape[:2] for shape in SHAPES], SHAPE_NAMES, one_of=2))
-def test_a_reply_through_the_proxy_is_vllms_own(
-    both: tuple[httpx2.Client, httpx2.Client], path: str, shape: dict[str, Any]
-) -> None:
+def test_a_reply_through_the_proxy_is_vllms_own(both, path, shape):
     theirs, ours = ask(both, path, {"model": "small", "temperature": 0, "max_tokens": 6, **shape})
     assert theirs.status_code == 200, theirs.text
     assert ours.status_code == 200, ours.text
@@ -323,9 +321,7 @@ def test_a_reply_through_the_proxy_is_vllms_own(
         first=1,
     ),
 )
-def test_a_stream_through_the_proxy_is_vllms_own(
-    both: tuple[httpx2.Client, httpx2.Client], path: str, shape: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_a_stream_through_the_proxy_is_vllms_own(both, path, shape, options):
     body = {"model": "small", "temperature": 0, "max_tokens": 6, **shape, "stream": True, **options}
     theirs, ours = ask(both, path, body)
     if theirs.status_code != 200:
@@ -340,7 +336,7 @@ def test_a_stream_through_the_proxy_is_vllms_own(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_vllm_refuses_gets_vllms_own_error(both: tuple[httpx2.Client, httpx2.Client], name: str) -> None:
+def test_a_request_that_vllm_refuses_gets_vllms_own_error(both, name):
     path, body = REFUSED[name]
     theirs, ours = ask(both, path, {"model": "small", **body})
     assert theirs.status_code >= 400, theirs.text
@@ -355,9 +351,7 @@ DEADLY = {
 
 
 @pytest.mark.parametrize("name", DEADLY)
-def test_a_request_that_would_crash_an_engine_with_adapters_does_not_reach_it(
-    both: tuple[httpx2.Client, httpx2.Client], name: str
-) -> None:
+def test_a_request_that_would_crash_an_engine_with_adapters_does_not_reach_it(both, name):
     """This vLLM was started with LoRA, which the proxy detects; it still serves the next call."""
     straight, through = both
     path, body = DEADLY[name]
@@ -367,7 +361,7 @@ def test_a_request_that_would_crash_an_engine_with_adapters_does_not_reach_it(
     assert through.post(path, json=plain).status_code == straight.post(path, json=plain).status_code == 200
 
 
-def test_every_call_of_this_module_was_captured(proxy_over_real: RunningProxy) -> None:
+def test_every_call_of_this_module_was_captured(proxy_over_real):
     turns = [view.turn for view in proxy_over_real.turns()]
     assert turns
     assert {turn.outcome for turn in turns} <= {Outcome.EXACT, Outcome.ERROR}

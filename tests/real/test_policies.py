@@ -18,7 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 from support.checkpoints import forward_of, write_adapter
 from support.control_plane import ask, publish, wait_for_status
 from support.engines import RunningEngine, running_engine
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy
 from support.running_trainer import GROUPS, UPDATE_SECONDS, play_group, running_trainer
 from support.waiting import wait_until
 
@@ -41,8 +41,8 @@ def crowded(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_each_other_as_they_are(
-    crowded: RunningEngine, start_proxy: StartProxy, tmp_path: Path
-) -> None:
+    crowded, start_proxy, tmp_path
+):
     proxy = start_proxy(crowded.url)
     wait_for_status(proxy, 0)
     forwards = {0: forward_of(crowded.model_dir)}
@@ -102,9 +102,7 @@ def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_eac
     assert logprobs(proxy, "trained") != untrained
 
 
-def test_two_policies_of_one_session_extend_their_own_tokens_under_their_own_weights(
-    crowded: RunningEngine, start_proxy: StartProxy, tmp_path: Path
-) -> None:
+def test_two_policies_of_one_session_extend_their_own_tokens_under_their_own_weights(crowded, start_proxy, tmp_path):
     """Also after one of them has a newer version. The last call hands the planner's conversation to the solver."""
     proxy = start_proxy(crowded.url)
     wait_for_status(proxy, 0)

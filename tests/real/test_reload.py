@@ -134,7 +134,7 @@ def stalls(watched: Observed, reloads: list[tuple[float, float]]) -> list[float]
 @pytest.mark.parametrize("source", ["directory", "memory"])
 @pytest.mark.parametrize(("num_reloads", "num_streams"), SIZES)
 def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its_turn_names(
-    served: RunningProxy, engine: RunningEngine, tmp_path: Path, num_reloads: int, num_streams: int, source: str
+    served, engine, tmp_path, num_reloads, num_streams, source
 ):
     watched, reloads, gaps = Observed(), [], []
     paths = {0: engine.model_dir}
@@ -258,9 +258,7 @@ def num_loads(engine: RunningEngine) -> int:
     return engine.log.read_text(errors="replace").count("POST /collective_rpc")
 
 
-def test_a_bad_version_is_refused_before_the_engine_loads_it_and_serving_continues(
-    served: RunningProxy, engine: RunningEngine, tmp_path: Path
-):
+def test_a_bad_version_is_refused_before_the_engine_loads_it_and_serving_continues(served, engine, tmp_path):
     good = write_perturbed(engine.model_dir, tmp_path / "good", 1)
     version = publish(served, good)
     wait_for_status(served, version)
@@ -288,9 +286,7 @@ def test_a_bad_version_is_refused_before_the_engine_loads_it_and_serving_continu
 
 
 @pytest.mark.filterwarnings(TIED)
-def test_adapters_are_swapped_between_calls_without_a_pause_and_unloaded_when_unused(
-    served: RunningProxy, engine: RunningEngine, tmp_path: Path
-):
+def test_adapters_are_swapped_between_calls_without_a_pause_and_unloaded_when_unused(served, engine, tmp_path):
     """Each version is an adapter with its own name; clients see only the model's name; a turn has one version.
 
     The second adapter also changes the output head, which is tied to the embeddings; these stay as they are.
@@ -349,9 +345,7 @@ def served_model(
 
 
 @pytest.mark.filterwarnings(TIED)
-def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_none(
-    served_model: tuple[RunningProxy, RunningEngine], tmp_path: Path
-):
+def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_none(served_model, tmp_path):
     """The engine's slots are full, and every step computes tokens of both adapters and of the model without one.
 
     One adapter changes the output head too.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import PrivateAttr
 from support.control_plane import ask, policy, publish, wait_for_status
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy
 from support.tiny_checkpoints import write_adapter, write_probe, write_weights
 from turnwise_fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
@@ -116,13 +116,7 @@ def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
     ],
 )
 def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promoted(
-    engines: list[RunningFakeEngine],
-    start_proxy: StartProxy,
-    tmp_path: Path,
-    kind: str,
-    poison: str,
-    words: str,
-    num_workers: int,
+    engines, start_proxy, tmp_path, kind, poison, words, num_workers
 ):
     """Only the canary's share of the sessions samples with it, and only the roll-back moves a running session.
 
@@ -163,9 +157,7 @@ def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promot
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_version_too_far_from_the_served_one_is_never_tried(
-    engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str
-):
+def test_a_version_too_far_from_the_served_one_is_never_tried(engines, start_proxy, tmp_path, kind):
     """Each token of the probe is 3 nats less likely: e⁻³ − 1 + 3 = 2.05 nats a token, and the limit is 1.
 
     Half a nat is 0.107, and is tried. The far version's own probe matches the engine's logprobs, so it has no other

@@ -12,9 +12,8 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 from support.control_plane import metric
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy
 from support.waiting import wait_until
-from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.script import Fault, FaultKind, Reply, Rule
 
 from turnwise.types import Outcome
@@ -31,9 +30,7 @@ def post(
     return httpx2.post(address, json=body, headers=given, timeout=DEADLINE_SECONDS)
 
 
-def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(fake_engine, start_proxy):
     """Eight equal calls of the standard SDK, of which two at a time are admitted: the others are retried after 429."""
     proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "2")
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi.", pace_seconds=0.05)))
@@ -58,9 +55,7 @@ def call_and_leave_before_the_commit(proxy: RunningProxy, url: str) -> None:
     lock.close()
 
 
-def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "1")
     url = proxy.session_v1("s")
     post(proxy, url=url).raise_for_status()
@@ -78,9 +73,7 @@ def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_key_at_two_proxies_at_once_is_one_turn(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
-):
+def test_a_key_at_two_proxies_at_once_is_one_turn(fake_engine, start_proxy, stream):
     """The reply that is stored second is replaced by the stored one; a stream that has begun ends with an error."""
     one = start_proxy(fake_engine.url)
     other = start_proxy(fake_engine.url, database_url=one.database_url)
@@ -107,9 +100,7 @@ def test_a_key_at_two_proxies_at_once_is_one_turn(
 
 
 @pytest.mark.parametrize("path", ["/sessions/s/v1", "/v1"])
-def test_a_call_extends_the_complete_reply_and_not_an_equal_one_that_was_cut_off(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, path: str
-):
+def test_a_call_extends_the_complete_reply_and_not_an_equal_one_that_was_cut_off(fake_engine, start_proxy, path):
     """One proxy stores a stream whose whole text arrived but not its end, another the complete reply to the retry."""
     one = start_proxy(fake_engine.url)
     other = start_proxy(fake_engine.url, database_url=one.database_url)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from support.engines import RunningEngine, running_engine
+from support.engines import running_engine
 from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.checks import find_sampling_defaults
@@ -23,7 +23,7 @@ GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p"
 EFFECTIVE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-def test_only_parameters_that_change_the_distribution_are_read(tmp_path: Path):
+def test_only_parameters_that_change_the_distribution_are_read(tmp_path):
     assert read_sampling_defaults(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG | {"repetition_penalty": 1.0}))
     assert read_sampling_defaults(tmp_path) == EFFECTIVE
@@ -115,7 +115,7 @@ def test_a_session_pins_only_what_affects_the_sampling_of_a_reply(start_proxy):
 
 
 @pytest.mark.engine
-def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine: RunningEngine, start_proxy):
+def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine, start_proxy):
     """The stored logprobs are those of the model: the engine computes the same for the same tokens as a prompt."""
     proxy = start_proxy(engine.url)
     play_grammars(proxy.session_v1)
@@ -133,7 +133,7 @@ def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine:
 @pytest.mark.slow
 @pytest.mark.engine
 async def test_a_real_vllm_reports_the_defaults_of_its_generation_config_and_none_with_our_flags(
-    small_model_dir: Path, tmp_path: Path
+    small_model_dir, tmp_path
 ):
     model = shutil.copytree(small_model_dir, tmp_path / "small")
     (model / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))

@@ -65,9 +65,7 @@ def ask(proxy: RunningProxy, messages: list[dict[str, Any]], **fields: Any) -> h
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_second_turn_with_another_image_extends_the_first_ones_tokens_and_image(
-    seeing: RunningProxy, seeing_engine: RunningEngine, stream: bool
-) -> None:
+def test_a_second_turn_with_another_image_extends_the_first_ones_tokens_and_image(seeing, seeing_engine, stream):
     first, second = picture(1, (100, 80)), picture(2, (40, 90))
     messages = [{"role": "user", "content": [shown(first), {"type": "text", "text": "What is it?"}]}]
     for image in (second, None):
@@ -96,7 +94,7 @@ def test_a_second_turn_with_another_image_extends_the_first_ones_tokens_and_imag
         assert image.processor
 
 
-def test_another_image_of_the_same_size_extends_nothing(seeing: RunningProxy) -> None:
+def test_another_image_of_the_same_size_extends_nothing(seeing):
     """Its tokens are the same, and its digest is not."""
     text = {"type": "text", "text": "What is it?"}
     ask(seeing, [{"role": "user", "content": [shown(picture(1)), text]}]).raise_for_status()
@@ -110,8 +108,8 @@ def test_another_image_of_the_same_size_extends_nothing(seeing: RunningProxy) ->
 
 
 def test_a_placeholder_that_the_processor_would_not_put_there_starts_a_chain_before_sampling(
-    seeing: RunningProxy, seeing_engine: RunningEngine, start_proxy: StartProxy
-) -> None:
+    seeing, seeing_engine, start_proxy
+):
     messages = [{"role": "user", "content": [shown(picture(1)), {"type": "text", "text": "What is it?"}]}]
     ask(seeing, messages).raise_for_status()
     first = seeing.turns()[0].turn
@@ -146,8 +144,8 @@ def loaded(model_dir: Any) -> Policy:
 
 
 def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_computes(
-    seeing_engine: RunningEngine, start_proxy: StartProxy, database_url: str
-) -> None:
+    seeing_engine, start_proxy, database_url
+):
     """On PostgreSQL each call goes to one of two serving processes."""
     is_postgres = database_url.startswith("postgresql")
     flags = ("--workers", "2", "--no-session-affinity") if is_postgres else ()
@@ -236,9 +234,7 @@ def kinds_of_files() -> dict[str, bytes]:
     }
 
 
-def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(
-    seeing: RunningProxy, seeing_engine: RunningEngine
-) -> None:
+def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(seeing, seeing_engine):
     files, policy = kinds_of_files(), loaded(seeing_engine.model_dir)
     for content in files.values():
         ask(seeing, [{"role": "user", "content": [shown(content)]}], max_tokens=1).raise_for_status()
@@ -248,7 +244,7 @@ def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(
         policy.vision._pixels(dataclasses.replace(PlacedImage.of_json(placed), content=content))
 
 
-def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing: RunningProxy) -> None:
+def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing):
     """A wrong length of a PNG's data is a syntax error to Pillow, and 400 megapixels are an attack."""
     plain = picture(1, (90, 70))
     huge = written(Image.new("1", (20_000, 20_000)), "PNG")
@@ -262,9 +258,7 @@ def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing
     ask(seeing, [{"role": "user", "content": [shown(plain)]}], max_tokens=1).raise_for_status()
 
 
-def test_calls_with_an_image_are_answered_while_weights_are_loaded(
-    seeing: RunningProxy, seeing_engine: RunningEngine
-) -> None:
+def test_calls_with_an_image_are_answered_while_weights_are_loaded(seeing, seeing_engine):
     """Each load empties the caches of images of vLLM's two processes, one after the other."""
     image = shown(picture(1))
 

@@ -47,7 +47,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, messages: list[dict], *, prompt: 
     return tokenizer.apply_chat_template(messages, tools=trail.TOOLS, add_generation_prompt=prompt)["input_ids"]
 
 
-def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrainedTokenizerFast):
+def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer):
     text = tokenizer.apply_chat_template(CONVERSATION, tools=trail.TOOLS, tokenize=False, add_generation_prompt=True)
     call = '<tool_call>\n{"name": "lookup", "arguments": {"name": "Kim"}}\n</tool_call>'
     assert text == (
@@ -66,7 +66,7 @@ def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrained
 
 
 @pytest.mark.parametrize("end", [2, 4, 6])
-def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: PreTrainedTokenizerFast, end: int):
+def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer, end):
     prompt = ids_of(tokenizer, CONVERSATION[:end], prompt=True)
     reply = ids_of(tokenizer, CONVERSATION[: end + 1], prompt=False)
     whole = ids_of(tokenizer, CONVERSATION, prompt=True)
@@ -74,7 +74,7 @@ def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: Pr
     assert whole[: len(reply)] == reply
 
 
-def test_the_warm_up_trains_only_replies_and_their_end_tokens(tokenizer: PreTrainedTokenizerFast):
+def test_the_warm_up_trains_only_replies_and_their_end_tokens(tokenizer):
     """The masked tokens of a conversation, joined, are the assistant's messages."""
     ids = ids_of(tokenizer, CONVERSATION[:5], prompt=False)
     header = tokenizer.encode("<|im_start|>assistant\n")
@@ -85,7 +85,7 @@ def test_the_warm_up_trains_only_replies_and_their_end_tokens(tokenizer: PreTrai
     )
 
 
-def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(model_directory: Path, tmp_path: Path):
+def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(model_directory, tmp_path):
     """Bit for bit, in any state of the global random generator."""
     torch.manual_seed(99)
     weights = (model_directory / "model.safetensors").read_bytes()
@@ -96,7 +96,7 @@ def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(mode
     assert (other / "model.safetensors").read_bytes() != weights
 
 
-def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(tmp_path: Path):
+def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(tmp_path):
     """No model is trained twice, and a stale model is never used as a new one."""
     directory = tmp_path / "model"
     losses: list[float] = []
@@ -110,7 +110,7 @@ def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(
     assert json.loads((directory / SPEC_FILE).read_text())["spec"]["num_warm_up_steps"] == 2
 
 
-def test_a_directory_with_other_files_is_not_changed(tmp_path: Path):
+def test_a_directory_with_other_files_is_not_changed(tmp_path):
     (tmp_path / "thesis.txt").write_text("42")
     with pytest.raises(FileExistsError, match="name an empty or a new directory"):
         build_small_model(tmp_path, TINY)

@@ -241,7 +241,7 @@ def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_a_supervisor_that_is_killed_or_interrupted(tmp_path, number: signal.Signals):
+def test_no_process_outlives_a_supervisor_that_is_killed_or_interrupted(tmp_path, number):
     """`kill -9` runs no handler: the kernel signals the guards, and they end their groups."""
     path = tmp_path / "pids"
     process = _supervising_process(path, tmp_path)

@@ -33,9 +33,7 @@ LARGEST_GAP = 1e-4
 
 
 @pytest.mark.parametrize("has_plugin", [True, False], ids=["with the plug-in", "by alternatives"])
-def test_the_models_logits_over_the_stored_ids_give_the_stored_logprobs(
-    engine: RunningEngine, start_proxy: StartProxy, tmp_path, has_plugin: bool
-) -> None:
+def test_the_models_logits_over_the_stored_ids_give_the_stored_logprobs(engine, start_proxy, tmp_path, has_plugin):
     if has_plugin:
         run(engine, start_proxy, least_known=1.0)
         return
@@ -85,7 +83,7 @@ def logits_of(model: torch.nn.Module, view: TurnView) -> torch.Tensor:
     return logits[len(view.prompt_token_ids) - 1 : -1].double()
 
 
-def test_a_call_without_supports_shows_its_own_alternatives_beside_one_with_many(engine: RunningEngine) -> None:
+def test_a_call_without_supports_shows_its_own_alternatives_beside_one_with_many(engine):
     """In one batch all calls get as many alternatives as the one that wants most."""
     body = {"model": "small", "prompt": ["Kim's boss is"] * 4, "max_tokens": 32, "seed": 0, "logprobs": 3, "n": 2}
     url = f"{engine.url}/v1/completions"

@@ -18,7 +18,7 @@ LOADS = (
 """Prints what the checks of a template found, and which heavy packages were imported for it."""
 
 
-def test_a_second_start_imports_no_transformers_and_repeats_no_checks(tmp_path: Path) -> None:
+def test_a_second_start_imports_no_transformers_and_repeats_no_checks(tmp_path):
     """The bound on imports holds for the whole proxy, up to its first call."""
     home = tmp_path / "home"
     (tmp_path / "model").mkdir()

@@ -11,10 +11,10 @@ import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.control_plane import metric
-from support.proxies import STOP_SECONDS, StartProxy
+from support.proxies import STOP_SECONDS
 from support.servers import serving
 from support.waiting import wait_until
-from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine
+from turnwise_fake_engine import Fault, FaultKind
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -64,9 +64,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
 
 
-def test_a_call_is_a_trace_of_request_engine_and_commit_inside_the_callers_span(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, collector: Collector
-) -> None:
+def test_a_call_is_a_trace_of_request_engine_and_commit_inside_the_callers_span(fake_engine, start_proxy, collector):
     """Whole and streamed; the engine gets its own span as the parent. A trace that is not sampled is not exported."""
     proxy = start_proxy(fake_engine.url, "--otlp-endpoint", collector.url)
     fake_engine.calls.clear()
@@ -100,9 +98,7 @@ def test_a_call_is_a_trace_of_request_engine_and_commit_inside_the_callers_span(
     assert not [span for span in collector.spans if span.trace_id.hex() == unsampled]
 
 
-def test_a_failed_call_is_a_failed_span(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, collector: Collector
-) -> None:
+def test_a_failed_call_is_a_failed_span(fake_engine, start_proxy, collector):
     """It is exported at the latest when the proxy ends."""
     proxy = start_proxy(fake_engine.url, "--otlp-endpoint", collector.url)
     fake_engine.state.script.faults.append(Fault(kind=FaultKind.STATUS, status=500))
@@ -114,9 +110,7 @@ def test_a_failed_call_is_a_failed_span(
     assert spans["POST /v1/chat/completions"].status.code == ERROR
 
 
-def test_calls_succeed_while_the_collector_is_unreachable(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-) -> None:
+def test_calls_succeed_while_the_collector_is_unreachable(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--otlp-endpoint", "http://127.0.0.1:9")
     assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE)).status_code == 200
     # The call's three spans, besides those of the requests that waited until the proxy was ready.

@@ -54,14 +54,14 @@ def captured(engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) ->
     return place
 
 
-def test_captured_logprobs_are_reproduced(captured: Path, engine: RunningEngine) -> None:
+def test_captured_logprobs_are_reproduced(captured, engine):
     status, report = verify(f"sqlite:///{captured}", "--engine", engine.url)
     assert status == 0, report
     assert report["checked"]["turns with logprobs recomputed"] == 9
     assert report["largest_logprob_gap"] < 1e-3
 
 
-def test_captured_logprobs_are_those_of_the_published_files(captured: Path) -> None:
+def test_captured_logprobs_are_those_of_the_published_files(captured):
     """An engine that samples with other weights agrees with itself; the files do not agree with it."""
     status, report = verify(f"sqlite:///{captured}", "--forward")
     assert status == 0, report
@@ -70,7 +70,7 @@ def test_captured_logprobs_are_those_of_the_published_files(captured: Path) -> N
     assert report["largest_logprob_gap"] < 1e-3
 
 
-def test_files_that_the_engine_did_not_serve_are_named(captured: Path, engine: RunningEngine, tmp_path: Path) -> None:
+def test_files_that_the_engine_did_not_serve_are_named(captured, engine, tmp_path):
     changed = tmp_path / "turnwise.db"
     shutil.copy(captured, changed)
     other = write_perturbed(engine.model_dir, tmp_path / "other", 1)
@@ -90,7 +90,7 @@ def _parsed_by_vllm(*argvs: list[str]) -> list[dict[str, object]]:
     return [vars(make_arg_parser(FlexibleArgumentParser()).parse_args(argv)) for argv in argvs]
 
 
-def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file() -> None:
+def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file():
     settings = EngineSettings(
         model="owner/name",
         gpus=[0, 1],
@@ -122,9 +122,7 @@ def _tool_calls(url: str) -> Finding:
     return found
 
 
-def test_the_doctor_finds_a_parser_that_leaves_calls_as_text(
-    engine: RunningEngine, small_model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_doctor_finds_a_parser_that_leaves_calls_as_text(engine, small_model_dir, tmp_path):
     """The model is made to say what its template writes for a call, and only one of the two parsers knows that form."""
     assert _tool_calls(engine.url).verdict is Severity.OK
     with running_engine(small_model_dir, tmp_path / "engine.log", "--tool-call-parser", "pythonic") as running:

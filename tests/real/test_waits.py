@@ -14,7 +14,7 @@ import orjson
 import pytest
 from support.proxies import RunningProxy
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise_fake_engine import Reply, Rule
 
 from proxy.http.asgi import parse_object
 from proxy.settings import ProxySettings
@@ -28,9 +28,7 @@ def chat(proxy: RunningProxy) -> int:
     return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, timeout=PATIENCE_SECONDS).status_code
 
 
-def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_replaced(
-    fake_engine: RunningFakeEngine, start_proxy
-):
+def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_replaced(fake_engine, start_proxy):
     """Without the deadline, all calls hang while /readyz answers 200."""
     proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "1")
     wait_until(lambda: chat(proxy) == 200, "a turn is committed within a second")
@@ -41,7 +39,7 @@ def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_repl
     assert proxy.writing_process() != stopped
 
 
-def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, start_proxy):
+def test_readiness_asks_the_writing_process(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url)
     stopped = proxy.writing_process()
     os.kill(stopped, signal.SIGSTOP)
@@ -53,7 +51,7 @@ def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, star
     assert "writing process has not answered" in answer.json()["store"]
 
 
-def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_engine: RunningFakeEngine, start_proxy):
+def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_engine, start_proxy):
     """With one slot and without the deadline, every other call gets 429 forever."""
     proxy = start_proxy(fake_engine.url, "--client-stall-seconds", "2", "--max-concurrent-calls", "1")
     fake_engine.calls.clear()  # the calls of the proxy's probe

@@ -63,7 +63,7 @@ def _variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def test_every_package_comes_from_the_wheel_and_its_extras_are_satisfied_beside_vllm(environment: Path, tmp_path: Path):
+def test_every_package_comes_from_the_wheel_and_its_extras_are_satisfied_beside_vllm(environment, tmp_path):
     names = ("turnwise", "proxy", "trainer", "migrations", "turnwise_fake_engine")
     code = f"import {', '.join(names)}; print(*({', '.join(f'{name}.__file__' for name in names)}))"
     found = run(environment, "python", "-c", code, cwd=tmp_path).split()
@@ -81,7 +81,7 @@ def test_every_package_comes_from_the_wheel_and_its_extras_are_satisfied_beside_
 
 
 def test_up_serves_the_page_and_trains_a_version_that_the_engine_takes_from_memory(
-    environment: Path, small_model_dir: Path, tmp_path: Path
+    environment, small_model_dir, tmp_path
 ):
     port = free_port()
     (tmp_path / "turnwise.toml").write_text(SETTINGS)

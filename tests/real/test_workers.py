@@ -17,14 +17,13 @@ from support.proxies import (
     STOP_SECONDS,
     ProxyAndEngine,
     RunningProxy,
-    StartProxy,
     running_proxy,
     wait_until_gone,
 )
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
+from turnwise_fake_engine import Reply, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
 
 NUM_CONNECTIONS = 16
@@ -209,9 +208,7 @@ def ending(proxy: RunningProxy, session_id: str) -> tuple[str, str | None]:
     return turn.outcome.value, turn.reason
 
 
-def test_a_session_that_another_proxy_ended_gets_one_turn_that_is_not_trained(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy
-):
+def test_a_session_that_another_proxy_ended_gets_one_turn_that_is_not_trained(fake_engine, start_proxy):
     """Without the second look, all later turns of the session would be lost for training."""
     one = start_proxy(fake_engine.url)
     other = start_proxy(fake_engine.url, database_url=one.database_url)
@@ -224,9 +221,7 @@ def test_a_session_that_another_proxy_ended_gets_one_turn_that_is_not_trained(
     assert ending(one, "app~2") == ("exact", None)
 
 
-def test_a_second_proxy_on_the_port_of_a_running_one_leaves_it_alone(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path: Path
-) -> None:
+def test_a_second_proxy_on_the_port_of_a_running_one_leaves_it_alone(fake_engine, start_proxy, tmp_path):
     running = start_proxy(fake_engine.url)
     port = running.url.rpartition(":")[2]
     done = run_turnwise("proxy", "--engine", fake_engine.url, "--port", port, cwd=tmp_path)

@@ -35,7 +35,7 @@ def certificate(model: Path, *kinds: KindResult) -> Certificate:
     return Certificate(digest, "Qwen3ForCausalLM", {"torch": "2.13.0"}, list(kinds))
 
 
-def test_a_certificate_is_read_as_it_was_written_and_belongs_to_these_weights(tmp_path: Path):
+def test_a_certificate_is_read_as_it_was_written_and_belongs_to_these_weights(tmp_path):
     model = write_weights(tmp_path / "model")
     made = certificate(model, KindResult("full", {"base": stage(1e-6)}, {"rows": "shared"}))
     made.write(str(model))
@@ -76,7 +76,7 @@ def test_what_the_certificate_says_decides_whether_a_kind_is_trained(tmp_path, r
         made.check(PolicyKind.FULL)
 
 
-def test_a_certificate_of_one_dtype_for_all_kinds_is_still_read(tmp_path: Path):
+def test_a_certificate_of_one_dtype_for_all_kinds_is_still_read(tmp_path):
     model = write_weights(tmp_path / "model")
     path = certificate(model, KindResult("full", {"base": stage(0.7, 0.07)})).write(str(model))
     old = json.loads(path.read_text()) | {"dtype": "bfloat16"}
@@ -182,7 +182,7 @@ def test_every_difference_counts_and_one_that_is_no_number_is_infinite():
     assert gaps_of(Verification())["mean"] == math.inf
 
 
-def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path: Path):
+def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path):
     from trainer.settings import TrainerSettings
 
     model = write_weights(tmp_path / "model")
@@ -200,7 +200,7 @@ def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path: 
         ("config.json", "is incomplete: no config.json"),
     ],
 )
-def test_doctor_says_what_a_model_lacks_that_up_would_refuse(tmp_path: Path, without: str, words: str):
+def test_doctor_says_what_a_model_lacks_that_up_would_refuse(tmp_path, without, words):
     model = make_model(tmp_path / "model")
     (model / "tokenizer_config.json").write_text("{}")
     (model / "chat_template.jinja").write_text("{{ messages }}")
@@ -210,7 +210,7 @@ def test_doctor_says_what_a_model_lacks_that_up_would_refuse(tmp_path: Path, wit
     assert result.output.count(words) == 2  # for whole weights and for adapters
 
 
-def test_certify_starts_nothing_for_a_model_without_a_chat_template(tmp_path: Path):
+def test_certify_starts_nothing_for_a_model_without_a_chat_template(tmp_path):
     model = write_weights(tmp_path / "model")
     (model / "tokenizer_config.json").write_text("{}")
     result = CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs")])

@@ -28,7 +28,7 @@ def ids(paths: list[list[Turn]]) -> list[list[str]]:
     return [[turn.turn_id for turn in path] for path in paths]
 
 
-def test_a_chain_is_the_concatenation_of_its_turns_with_the_prompts_masked() -> None:
+def test_a_chain_is_the_concatenation_of_its_turns_with_the_prompts_masked():
     first = make_turn("t1")
     second = make_turn("t2", first)
     [chain] = merge_session([first, second])
@@ -56,7 +56,7 @@ def packed(experts: list[int], start: int, num_tokens: int) -> bytes:
     return found
 
 
-def test_the_experts_of_a_chain_come_from_all_of_its_turns() -> None:
+def test_the_experts_of_a_chain_come_from_all_of_its_turns():
     """Four tokens a turn, and a call routes all but its last one: the next call routes that one."""
     first = make_turn("t1")
     first = dataclasses.replace(first, routed_experts=packed([0, 1, 2], 0, 4))
@@ -69,7 +69,7 @@ def test_the_experts_of_a_chain_come_from_all_of_its_turns() -> None:
     assert short.routed_experts is None
 
 
-def test_a_turn_stores_the_same_experts_whether_the_engine_returned_those_of_earlier_turns_or_not() -> None:
+def test_a_turn_stores_the_same_experts_whether_the_engine_returned_those_of_earlier_turns_or_not():
     assert packed([3, 4, 5, 6], 4, 8) == packed([0, 1, 2, 3, 4, 5, 6], 4, 8)
 
 
@@ -87,11 +87,11 @@ def test_a_turn_stores_the_same_experts_whether_the_engine_returned_those_of_ear
         (routing([0, 1, 2, 3]), RoutingProblem.WRONG_LENGTH),
     ],
 )
-def test_experts_that_are_not_those_of_the_calls_tokens_are_not_stored(encoded: str, problem: RoutingProblem) -> None:
+def test_experts_that_are_not_those_of_the_calls_tokens_are_not_stored(encoded, problem):
     assert pack_routing(encoded, 0, 4) is problem
 
 
-def test_a_trunk_is_trained_in_the_first_chain_that_holds_it_and_masked_in_the_others() -> None:
+def test_a_trunk_is_trained_in_the_first_chain_that_holds_it_and_masked_in_the_others():
     """t1 → t2 and t1 → t3: t1's tokens carry loss once."""
     trunk = make_turn("t1")
     left, right = make_turn("t2", trunk), make_turn("t3", trunk)
@@ -104,14 +104,14 @@ def test_a_trunk_is_trained_in_the_first_chain_that_holds_it_and_masked_in_the_o
     assert second.prompt_length == 6  # the whole trunk is context here
 
 
-def test_an_aborted_attempt_does_not_split_the_chain_that_its_retry_continues() -> None:
+def test_an_aborted_attempt_does_not_split_the_chain_that_its_retry_continues():
     trunk = make_turn("t1")
     aborted = make_turn("t2", trunk, outcome=Outcome.ABORTED)
     retry = make_turn("t3", trunk)
     assert ids(chain_paths([trunk, aborted, retry])) == [["t1", "t3"]]
 
 
-def test_a_chain_runs_through_an_untrainable_turn_with_its_tokens_masked() -> None:
+def test_a_chain_runs_through_an_untrainable_turn_with_its_tokens_masked():
     first = make_turn("t1", outcome=Outcome.UNTRAINABLE, reason="media")
     second = make_turn("t2", first)
     [chain] = merge_session([first, second])
@@ -120,19 +120,19 @@ def test_a_chain_runs_through_an_untrainable_turn_with_its_tokens_masked() -> No
     assert chain.prompt_length == 6
 
 
-def test_tokens_after_the_last_trained_token_are_cut_off() -> None:
+def test_tokens_after_the_last_trained_token_are_cut_off():
     first = make_turn("t1")
     chain = merge_chain([first, make_turn("t2", first, outcome=Outcome.ERROR)])
     assert chain.tokens.tolist() == [10, 11, 12, 13]
 
 
-def test_a_session_with_nothing_to_train_has_no_chains() -> None:
+def test_a_session_with_nothing_to_train_has_no_chains():
     assert merge_session([make_turn("t1", outcome=Outcome.ABORTED)]) == []
     assert merge_session([make_turn("t1", token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32))]) == []
     assert merge_session([]) == []
 
 
-def test_a_single_turn_has_its_whole_prompt() -> None:
+def test_a_single_turn_has_its_whole_prompt():
     first = make_turn("t1")
     second = make_turn("t2", first)
     single, other = split_session([first, second, make_turn("t3", second, outcome=Outcome.ABORTED)])

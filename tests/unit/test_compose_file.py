@@ -45,14 +45,14 @@ def networks_of(service: Service) -> set[str]:
         ("cpu", ["secrets", "postgres", "migrate", "model", "engine-cpu", "proxy", "trainer-cpu"]),
     ],
 )
-def test_each_profile_starts_its_services_one_after_the_other(profile: str, order: list[str]) -> None:
+def test_each_profile_starts_its_services_one_after_the_other(profile, order):
     services = compose_file.services(profile, FILLED_IN)
     assert list(services) == order
     assert [list(service["depends_on"]) for service in services.values()] == [[], *([name] for name in order[:-1])]
 
 
 @each_profile
-def test_every_dependency_is_healthy_or_has_completed(profile: str) -> None:
+def test_every_dependency_is_healthy_or_has_completed(profile):
     """A container that merely runs is not ready; only a one-shot may be waited for without a health check."""
     services = compose_file.services(profile, FILLED_IN)
     for service in services.values():
@@ -63,7 +63,7 @@ def test_every_dependency_is_healthy_or_has_completed(profile: str) -> None:
 
 
 @each_profile
-def test_only_the_proxy_is_published_and_on_loopback_alone(profile: str) -> None:
+def test_only_the_proxy_is_published_and_on_loopback_alone(profile):
     """Everything else is unreachable, because the engine's control routes have no authentication."""
     services = compose_file.services(profile, FILLED_IN)
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
@@ -72,7 +72,7 @@ def test_only_the_proxy_is_published_and_on_loopback_alone(profile: str) -> None
 
 
 @each_service
-def test_only_the_proxy_is_on_a_network_with_external_access(profile: str, name: str) -> None:
+def test_only_the_proxy_is_on_a_network_with_external_access(profile, name):
     open_networks = {name for name, network in DOCUMENT["networks"].items() if not network.get("internal")}
     assert open_networks == {"edge"}
     assert ("edge" in networks_of(service_of(profile, name))) == (name == "proxy")
@@ -80,7 +80,7 @@ def test_only_the_proxy_is_on_a_network_with_external_access(profile: str, name:
 
 
 @each_service
-def test_every_container_is_locked_down(profile: str, name: str) -> None:
+def test_every_container_is_locked_down(profile, name):
     service = service_of(profile, name)
     user = re.fullmatch(r"(\d+):(\d+)", service["user"])
     assert int(user[1]) > 0
@@ -92,7 +92,7 @@ def test_every_container_is_locked_down(profile: str, name: str) -> None:
     assert re.fullmatch(r"\d+g", service["mem_limit"]), "a service that leaks takes the memory of all others"
 
 
-def test_engine_and_trainer_see_their_own_gpus_alone() -> None:
+def test_engine_and_trainer_see_their_own_gpus_alone():
     """Docker joins the indexes with commas. Inside the container they start from 0, so no variable may choose again."""
     services = compose_file.services("gpu", FILLED_IN | {"ENGINE_GPU": "0,1", "TRAINER_GPU": "2"})
     reserved = {
@@ -108,21 +108,21 @@ def test_engine_and_trainer_see_their_own_gpus_alone() -> None:
 
 
 @each_profile
-def test_limits_of_memory_have_defaults_and_can_be_set(profile: str) -> None:
+def test_limits_of_memory_have_defaults_and_can_be_set(profile):
     variables = {f"{name}_MEMORY": f"{at}g" for at, name in enumerate(("PROXY", "ENGINE", "TRAINER", "POSTGRES"))}
     for given, limits in (({}, {"4g", "32g", "64g"}), (variables, {"0g", "1g", "2g", "3g"})):
         services = compose_file.services(profile, FILLED_IN | given)
         assert {service["mem_limit"] for service in services.values() if service["restart"] != "no"} == limits
 
 
-def test_the_engines_are_vllms_own_images_of_one_release() -> None:
+def test_the_engines_are_vllms_own_images_of_one_release():
     """The flags, and the logprobs that they give, were measured with this release."""
     images = {name: service_of(profile, name)["image"] for profile, name in ALL_SERVICES if "engine" in name}
     assert images == {"engine": "vllm/vllm-openai:v0.32.0", "engine-cpu": "vllm/vllm-openai-cpu:v0.32.0"}
 
 
 @each_profile
-def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
+def test_the_engines_flags_are_those_of_turnwise_engine(profile):
     """The container runs the command that `turnwise engine --dry-run` prints, with the share of the GPU added.
 
     vLLM's images have no package of Turnwise, so their engines read weights from directories.
@@ -144,7 +144,7 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     assert wanted.environment.items() <= service["environment"].items() | {("HF_HUB_OFFLINE", "1")}
 
 
-def test_the_engine_on_a_cpu_loads_the_plugin_that_the_model_service_writes(tmp_path: Path) -> None:
+def test_the_engine_on_a_cpu_loads_the_plugin_that_the_model_service_writes(tmp_path):
     """Without it a tied output head stays old after a reload, and each version is refused."""
     services = compose_file.services("cpu", FILLED_IN)
     assert "plugin:/plugin" in services["model"]["volumes"]
@@ -160,7 +160,7 @@ def test_the_engine_on_a_cpu_loads_the_plugin_that_the_model_service_writes(tmp_
 
 
 @each_profile
-def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_uid(profile: str) -> None:
+def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_uid(profile):
     """Weight files are written readable to their owner alone, so readers must be that owner, on read-only mounts."""
     services = compose_file.services(profile, FILLED_IN)
     mounts = {
@@ -183,7 +183,7 @@ def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_ui
 
 
 @each_profile
-def test_every_variable_has_a_default(profile: str) -> None:
+def test_every_variable_has_a_default(profile):
     """A fresh clone starts without settings; the model's default is the volume of the demo's model."""
     assert None not in compose_file.variables().values()
     services = compose_file.services(profile, {})
@@ -192,7 +192,7 @@ def test_every_variable_has_a_default(profile: str) -> None:
 
 
 @each_profile
-def test_the_databases_password_is_in_files_that_few_services_mount(profile: str) -> None:
+def test_the_databases_password_is_in_files_that_few_services_mount(profile):
     """It is made by `secrets`, read by the server from its file, and by clients from libpq's."""
     services = compose_file.services(profile, FILLED_IN)
     mounts = {
@@ -207,13 +207,13 @@ def test_the_databases_password_is_in_files_that_few_services_mount(profile: str
     assert [name for name, s in services.items() if any("operator:" in v for v in s.get("volumes", []))] == ["migrate"]
 
 
-def test_no_variable_of_the_file_is_a_secret() -> None:
+def test_no_variable_of_the_file_is_a_secret():
     """A variable would be on a command line, in an environment, or in a file of the clone."""
     assert not [name for name in compose_file.variables() if "PASSWORD" in name or "KEY" in name]
 
 
 @each_service
-def test_the_commands_are_commands_of_this_release(profile: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_are_commands_of_this_release(profile, name, monkeypatch):
     """Every flag is known and every setting fits: the command resolves its settings as it would when it starts."""
     service = service_of(profile, name)
     if "TURNWISE_IMAGE" not in DOCUMENT["services"][name]["image"] or name == "model":
@@ -229,7 +229,7 @@ def test_the_commands_are_commands_of_this_release(profile: str, name: str, monk
     assert result.exit_code == 0, result.output
 
 
-def test_no_shipped_file_names_a_registry() -> None:
+def test_no_shipped_file_names_a_registry():
     """The operator chooses the source of images and packages."""
     shipped = [
         COMPOSE_FILE,
@@ -243,7 +243,7 @@ def test_no_shipped_file_names_a_registry() -> None:
         )
 
 
-def test_the_build_context_is_an_allow_list() -> None:
+def test_the_build_context_is_an_allow_list():
     """A secret in a checkout does not get into the image."""
     lines = [
         line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] not in {"", "#"}
@@ -258,7 +258,7 @@ def _mode(file: Path) -> int:
     return file.stat().st_mode & 0o777
 
 
-def test_the_databases_password_is_created_once_for_server_and_clients(tmp_path: Path) -> None:
+def test_the_databases_password_is_created_once_for_server_and_clients(tmp_path):
     assert invoke("db", "make-password", str(tmp_path)).exit_code == 0
     password = (tmp_path / "database-password").read_text()
     assert len(password) == 64
@@ -271,13 +271,13 @@ def test_the_databases_password_is_created_once_for_server_and_clients(tmp_path:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_start_that_was_killed_between_the_two_files_is_completed_by_the_next(tmp_path: Path) -> None:
+def test_a_start_that_was_killed_between_the_two_files_is_completed_by_the_next(tmp_path):
     (tmp_path / "database-password").write_text("kept")
     invoke("db", "make-password", str(tmp_path), "--host", "db", "--user", "me", "--name", "mine", "--port", "1")
     assert (tmp_path / "pgpass").read_text() == "db:1:mine:me:kept\n"
 
 
-def test_the_first_admin_key_is_created_once_printed_once_and_stored_for_its_owner(tmp_path: Path) -> None:
+def test_the_first_admin_key_is_created_once_printed_once_and_stored_for_its_owner(tmp_path):
     file = tmp_path / "admin-key"
     upgrade = ["db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file)]
     first = invoke(*upgrade)
@@ -290,7 +290,7 @@ def test_the_first_admin_key_is_created_once_printed_once_and_stored_for_its_own
     assert file.read_text().strip() == key
 
 
-def test_a_key_that_the_operator_chose_is_the_first_admin_key_and_is_not_printed(tmp_path: Path) -> None:
+def test_a_key_that_the_operator_chose_is_the_first_admin_key_and_is_not_printed(tmp_path):
     """A mounted secret is known to the operator, so no log has to show it."""
     file, url = tmp_path / "admin-key", f"sqlite:///{tmp_path}/x.db"
     key = f"tw-{'0a' * 8}-{'b' * 64}"
@@ -301,7 +301,7 @@ def test_a_key_that_the_operator_chose_is_the_first_admin_key_and_is_not_printed
     assert found.role == keys.KeyRole("admin")
 
 
-def test_a_file_with_something_else_than_a_key_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_something_else_than_a_key_is_refused(tmp_path):
     file = tmp_path / "admin-key"
     file.write_text("tw-short")
     upgrade = ["db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file)]
@@ -310,7 +310,7 @@ def test_a_file_with_something_else_than_a_key_is_refused(tmp_path: Path) -> Non
     assert "openssl rand" in refused.output
 
 
-def test_a_directory_with_a_model_is_not_changed(tmp_path: Path) -> None:
+def test_a_directory_with_a_model_is_not_changed(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert pretrained.write_pretrained(tmp_path) == tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

@@ -76,7 +76,7 @@ def test_every_reason_is_explained(reason):
     assert f"`{reason}`" in (ROOT / "docs" / "exactness.md").read_text()
 
 
-def test_the_docstring_of_the_store_names_each_of_its_modules_once() -> None:
+def test_the_docstring_of_the_store_names_each_of_its_modules_once():
     lines = re.findall(r"^ ([a-z_, ]+?)  ", store.__doc__ or "", re.MULTILINE)
     named = [name for line in lines for name in line.split(", ")]
     assert sorted(named) == sorted(module.name for module in pkgutil.iter_modules(store.__path__))

@@ -48,7 +48,7 @@ def imported_at_once(path: Path) -> Iterator[str]:
     ("part", "extra"),
     [("turnwise/client", None), ("turnwise/store", "store"), ("proxy", "proxy"), ("trainer", "trainer")],
 )
-def test_each_part_imports_only_what_its_extra_installs(part: str, extra: str | None) -> None:
+def test_each_part_imports_only_what_its_extra_installs(part, extra):
     modules = {
         module.partition(".")[0] for path in (ROOT / part).rglob("*.py") for module in imported_at_once(path)
     } - OWN

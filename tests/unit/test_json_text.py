@@ -75,7 +75,7 @@ def test_a_text_that_is_not_json_is_left_to_the_parser():
 
 
 @pytest.mark.parametrize("window", [7, 2**20])
-def test_more_values_than_the_limit_are_refused_without_being_decoded(window: int, monkeypatch):
+def test_more_values_than_the_limit_are_refused_without_being_decoded(window, monkeypatch):
     """[1,1,1,1] has three commas; those in a string do not count, also where a window ends within the string."""
     monkeypatch.setattr(json_text, "WINDOW_BYTES", window)
     monkeypatch.setattr(json_text, "MAX_VALUES", 3)
@@ -102,7 +102,7 @@ def test_unified_numbers_are_equal_numbers(value: Any) -> None:
     assert json.loads(dumps(unified), parse_int=float) == json.loads(dumps(value), parse_int=float)
 
 
-def test_numbers_of_other_spellings_are_unified() -> None:
+def test_numbers_of_other_spellings_are_unified():
     """The shortest decimal that is read as the float counts, so a long float equals what JavaScript makes of it."""
     spelled = '{"a": 5.0, "b": [1e2, {"c": -0.0}], "d": 18446744073709551617.0, "e": 0.10}'
     assert json_object(spelled) == {"a": 5, "b": [100, {"c": 0}], "d": 18446744073709552000, "e": 0.1}

@@ -56,12 +56,12 @@ each_workload = pytest.mark.parametrize("name", WORKLOADS)
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("document", RENDERED, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
-def test_each_resource_fits_the_schema_of_the_api(document: dict[str, Any], version: str) -> None:
+def test_each_resource_fits_the_schema_of_the_api(document, version):
     kubernetes_validate = importlib.import_module("kubernetes_validate")
     kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_our_image_is_tagged_with_the_release_and_vllms_with_the_one_of_compose() -> None:
+def test_our_image_is_tagged_with_the_release_and_vllms_with_the_one_of_compose():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     images = {container["image"] for document in WORKLOADS.values() for container in containers_of(document)}
     compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_our_image_is_tagged_with_the_release_and_vllms_with_the_one_of_compose(
 
 
 @each_workload
-def test_every_container_is_locked_down_and_gets_no_service_links(name: str) -> None:
+def test_every_container_is_locked_down_and_gets_no_service_links(name):
     """Service links would set variables such as TURNWISE_PROXY_PORT, which the proxy would read as its settings."""
     pod = pod_of(WORKLOADS[name])
     assert pod["enableServiceLinks"] is False
@@ -87,7 +87,7 @@ def test_every_container_is_locked_down_and_gets_no_service_links(name: str) -> 
         assert container["resources"]["limits"]["memory"], "a leak must end one container, not its node"
 
 
-def test_a_drained_node_never_takes_the_last_proxy() -> None:
+def test_a_drained_node_never_takes_the_last_proxy():
     (budget,) = [document for document in RENDERED if document["kind"] == "PodDisruptionBudget"]
     labels = WORKLOADS["turnwise-proxy"]["spec"]["template"]["metadata"]["labels"]
     assert budget["spec"] == {"minAvailable": 1, "selector": {"matchLabels": labels}}
@@ -95,7 +95,7 @@ def test_a_drained_node_never_takes_the_last_proxy() -> None:
 
 
 @each_workload
-def test_every_volume_is_declared_and_only_the_trainer_writes_policies(name: str) -> None:
+def test_every_volume_is_declared_and_only_the_trainer_writes_policies(name):
     pod = pod_of(WORKLOADS[name])
     declared = {volume["name"]: volume for volume in pod["volumes"]}
     for container in containers_of(WORKLOADS[name]):
@@ -108,7 +108,7 @@ def test_every_volume_is_declared_and_only_the_trainer_writes_policies(name: str
     assert policies == (name != "turnwise-trainer")
 
 
-def test_the_engines_flags_are_those_of_turnwise_engine() -> None:
+def test_the_engines_flags_are_those_of_turnwise_engine():
     (engine,) = containers_of(WORKLOADS["turnwise-engine"])
     settings = EngineSettings(
         model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True, weight_transfer=False
@@ -120,7 +120,7 @@ def test_the_engines_flags_are_those_of_turnwise_engine() -> None:
 
 
 @pytest.mark.parametrize("name", ["turnwise-proxy", "turnwise-trainer"])
-def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_are_commands_of_this_release(name, monkeypatch):
     for container in containers_of(WORKLOADS[name]):
         for variable in container["env"]:
             assert variable["valueFrom"]["secretKeyRef"]["name"] == "turnwise-database"
@@ -131,7 +131,7 @@ def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytes
         assert result.exit_code == 0, result.output
 
 
-def test_the_probes_request_routes_that_check_no_key() -> None:
+def test_the_probes_request_routes_that_check_no_key():
     (_, proxy) = containers_of(WORKLOADS["turnwise-proxy"])
     asked = {kind: proxy[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert asked == {"startupProbe": "/healthz", "readinessProbe": "/healthz", "livenessProbe": "/healthz"}

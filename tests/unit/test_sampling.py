@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from proxy.sessions.pins import with_numbers
@@ -33,18 +31,16 @@ GUIDANCE = "grammar_backend", "grammar_backend guidance"
         ({"top_p": True, "top_k": False}, None, None),
     ],
 )
-def test_a_parameter_that_the_trainer_cannot_reproduce_is_named(
-    sampling: dict[str, Any], name: str | None, words: str | None
-) -> None:
+def test_a_parameter_that_the_trainer_cannot_reproduce_is_named(sampling, name, words):
     assert (left_out_by(sampling, has_support=False), why_not_trained(sampling, has_support=False)) == (name, words)
 
 
-def test_a_truncated_turn_is_trained_where_its_support_is_stored() -> None:
+def test_a_truncated_turn_is_trained_where_its_support_is_stored():
     assert left_out_by({"top_p": 0.9}, has_support=True) is None
     assert left_out_by({"top_p": 0.9, "temperature": 0}, has_support=True) == "greedy"
 
 
-def test_the_texts_of_numbers_become_numbers_and_nothing_else_changes() -> None:
+def test_the_texts_of_numbers_become_numbers_and_nothing_else_changes():
     texts = {"temperature": "0", "top_p": " 0.9 ", "top_k": "5.0", "min_tokens": "2", "thinking_token_budget": "-1"}
     read = with_numbers(texts)
     assert read == {"temperature": 0, "top_p": 0.9, "top_k": 5, "min_tokens": 2, "thinking_token_budget": -1}
@@ -53,7 +49,7 @@ def test_the_texts_of_numbers_become_numbers_and_nothing_else_changes() -> None:
     assert with_numbers(others) == others
 
 
-def test_the_turns_that_are_left_out_are_counted_by_reason() -> None:
+def test_the_turns_that_are_left_out_are_counted_by_reason():
     greedy, truncated, plain = ({"temperature": 0}, False), ({"top_p": 0.5}, False), ({}, False)
     assert count_not_trained([plain, ({"top_p": 0.5}, True)]) is None
     assert count_not_trained([greedy] * 2) == "2 of 2 turns are not trained: temperature 0."

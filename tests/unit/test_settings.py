@@ -150,13 +150,13 @@ def test_direct_construction_reads_nothing_from_outside(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "url", ["turnwise.example", "https://", "ftp://turnwise.example", "https://turnwise.example:x"]
 )
-def test_a_public_url_that_no_client_can_call_is_refused(url: str) -> None:
+def test_a_public_url_that_no_client_can_call_is_refused(url):
     """It would be in the `base_url` of each session."""
     with pytest.raises(ValueError, match="not the URL of a proxy; write https://HOST"):
         ProxySettings(public_url=url)
 
 
-def test_a_public_url_may_have_a_path() -> None:
+def test_a_public_url_may_have_a_path():
     url = "https://turnwise.example/turnwise"
     assert ProxySettings(public_url=url).public_url == url
 

@@ -27,7 +27,7 @@ def test_a_support_is_read_as_it_was_stored(support: list[set[int] | None]) -> N
     assert support_json(unpack(pack(stored))) == [None if ids is None else sorted(ids) for ids in support]
 
 
-def test_twenty_ids_of_a_vocabulary_of_150_000_take_two_bytes_each() -> None:
+def test_twenty_ids_of_a_vocabulary_of_150_000_take_two_bytes_each():
     draw = np.random.default_rng(0)
     support = [np.sort(draw.choice(150_000, 20, replace=False)) for _ in range(500)]
     assert len(pack(support)) <= 2 * 20 * 500
@@ -37,7 +37,7 @@ def test_twenty_ids_of_a_vocabulary_of_150_000_take_two_bytes_each() -> None:
 @pytest.mark.parametrize(
     "damaged", [b"", b"no zlib", pack([[1, 2]])[:-3], zlib.compress(b"\x05\0\0\0"), zlib.compress(b"")]
 )
-def test_a_damaged_support_is_an_error_that_says_so(damaged: bytes) -> None:
+def test_a_damaged_support_is_an_error_that_says_so(damaged):
     with pytest.raises(ValueError, match="cannot"):
         unpack(damaged)
 
@@ -46,7 +46,7 @@ def sampled(number: int, parent: Turn | None = None, *support: list[int] | None)
     return dataclasses.replace(make_turn(f"t{number}", parent), support=pack(support) if support else None)
 
 
-def test_a_chain_has_the_support_of_the_tokens_that_it_trains() -> None:
+def test_a_chain_has_the_support_of_the_tokens_that_it_trains():
     """Two prompt tokens and two sampled ones a turn; the second turn was sampled from the whole vocabulary."""
     first = sampled(1, None, [12, 15], None)
     second = sampled(2, first)
@@ -64,7 +64,7 @@ def test_a_chain_has_the_support_of_the_tokens_that_it_trains() -> None:
     assert plain.support is None
 
 
-def test_a_support_of_other_tokens_than_the_turns_is_left_out_and_found_by_verify() -> None:
+def test_a_support_of_other_tokens_than_the_turns_is_left_out_and_found_by_verify():
     for support in ([[12]], [[11], [13]], [[12], [14, 13, 13]]):
         turn = dataclasses.replace(sampled(1, None, *support), seq=0)
         report = Verification()
@@ -74,7 +74,7 @@ def test_a_support_of_other_tokens_than_the_turns_is_left_out_and_found_by_verif
     assert check_turns("s", 1, [sound], Verification(), {})
 
 
-def test_the_digest_of_a_turn_covers_its_support_and_is_as_before_without_one() -> None:
+def test_the_digest_of_a_turn_covers_its_support_and_is_as_before_without_one():
     plain = dataclasses.replace(sampled(1), created_at=datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
     cut = dataclasses.replace(plain, support=pack([[12], [13]]))
     assert turn_row(plain, 0)["digest"].hex() == "424ccf96ad19638ebb1b5f1a006225a0"

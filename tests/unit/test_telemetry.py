@@ -25,7 +25,7 @@ def lost() -> list[int]:
     return []
 
 
-def test_a_full_disk_loses_lines_and_is_reported_once(caplog: pytest.LogCaptureFixture, tmp_path: Path, lost) -> None:
+def test_a_full_disk_loses_lines_and_is_reported_once(caplog, tmp_path, lost):
     """Otherwise each reply would end with a traceback and a closed connection."""
     log = AccessLog(Path("/dev/full"), lambda: lost.append(1))
     with caplog.at_level(logging.WARNING):
@@ -43,9 +43,7 @@ def test_a_full_disk_loses_lines_and_is_reported_once(caplog: pytest.LogCaptureF
     assert len(lost) == 2
 
 
-def test_a_pipe_that_nobody_reads_delays_no_line_and_the_rest_is_counted(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path, lost
-) -> None:
+def test_a_pipe_that_nobody_reads_delays_no_line_and_the_rest_is_counted(caplog, tmp_path, lost):
     """Each line is then either read later or counted as lost."""
     os.mkfifo(tmp_path / "pipe")
     log = AccessLog(tmp_path / "pipe", lambda: lost.append(1))
@@ -93,7 +91,7 @@ def end_spans(provider: TracerProvider, count: int) -> None:
         tracer.start_span("span").end()
 
 
-def test_spans_beyond_what_may_wait_for_a_slow_collector_are_counted() -> None:
+def test_spans_beyond_what_may_wait_for_a_slow_collector_are_counted():
     """One batch is on its way, 2,048 spans wait, and seven are lost."""
     exporter, lost = HeldExporter(), []
     provider = tracing(exporter, lost)
@@ -108,7 +106,7 @@ def test_spans_beyond_what_may_wait_for_a_slow_collector_are_counted() -> None:
     assert sum(lost) == 7
 
 
-def test_spans_of_an_exporter_that_raises_are_counted_and_later_ones_are_exported() -> None:
+def test_spans_of_an_exporter_that_raises_are_counted_and_later_ones_are_exported():
     class Failing(HeldExporter):
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             if not self.released.is_set():

@@ -20,7 +20,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_templates_render_and_texts_are_tokenised_as_by_transformers(family: str, home: Path, tmp_path: Path) -> None:
+def test_templates_render_and_texts_are_tokenised_as_by_transformers(family, home, tmp_path):
     original = template_of(family)._tokenizer
     original.save_pretrained(tmp_path / "model")
     kept, _ = load_tokenizer(str(tmp_path / "model"))
@@ -52,7 +52,7 @@ def test_templates_render_and_texts_are_tokenised_as_by_transformers(family: str
     assert num_rendered > 0
 
 
-def test_changed_files_of_a_model_are_read_again(home: Path, tmp_path: Path) -> None:
+def test_changed_files_of_a_model_are_read_again(home, tmp_path):
     template = write_tokenizer(tmp_path) / "chat_template.jinja"
     load_tokenizer(str(tmp_path))
     template.write_text("{{ messages[0].content }}!")
@@ -61,9 +61,7 @@ def test_changed_files_of_a_model_are_read_again(home: Path, tmp_path: Path) -> 
     assert len(list(home.rglob("record.json"))) == 2
 
 
-def test_a_tokenizer_that_cannot_be_kept_is_loaded_by_transformers(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_cannot_be_kept_is_loaded_by_transformers(home, tmp_path, monkeypatch):
     home.write_text("a file where the directory would be")
     loaded, ends = load_tokenizer(str(write_tokenizer(tmp_path)))
     assert not isinstance(loaded, KeptTokenizer)

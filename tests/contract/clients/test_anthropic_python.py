@@ -16,7 +16,7 @@ def client(proxy: RunningProxy) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=proxy.url, api_key="any", max_retries=0)
 
 
-def test_the_tool_runner_runs_a_tool_to_the_end(client: anthropic.Anthropic, proxy: RunningProxy) -> None:
+def test_the_tool_runner_runs_a_tool_to_the_end(client, proxy):
     looked: list[str] = []
 
     @anthropic.beta_tool

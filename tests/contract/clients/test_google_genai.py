@@ -11,7 +11,7 @@ import pytest
 from google import genai
 from google.genai import errors, types
 from support.proxies import RunningProxy
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from turnwise.types import Outcome
 
@@ -46,9 +46,7 @@ def assert_one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_with_tools_and_thinking_is_one_exact_chain(
-    client: genai.Client, proxy: RunningProxy, fake_engine: RunningFakeEngine, session_id: str, *, stream: bool
-) -> None:
+def test_a_chat_with_tools_and_thinking_is_one_exact_chain(client, proxy, fake_engine, session_id, *, stream):
     """The SDK stores a streamed reply as one content per chunk; all of them are one reply of the chain."""
     calls = [ToolCall(name="look", arguments={"key": "é"}), ToolCall(name="look", arguments={"key": "b"})]
     fake_engine.answer(
@@ -87,8 +85,8 @@ def test_a_chat_with_tools_and_thinking_is_one_exact_chain(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_automatic_calling_runs_a_function_only_with_arguments_that_were_sampled_to_the_end(
-    client: genai.Client, fake_engine: RunningFakeEngine, *, stream: bool
-) -> None:
+    client, fake_engine, *, stream
+):
     """The limit cuts the reply off at each of its tokens; a call without its arguments would run with the defaults."""
     ran = []
 
@@ -115,9 +113,7 @@ def test_automatic_calling_runs_a_function_only_with_arguments_that_were_sampled
     assert limit > 20
 
 
-def test_the_generation_config_becomes_the_engines_sampling_parameters(
-    client: genai.Client, fake_engine: RunningFakeEngine
-) -> None:
+def test_the_generation_config_becomes_the_engines_sampling_parameters(client, fake_engine):
     config = types.GenerateContentConfig(
         temperature=0.5,
         top_p=0.9,
@@ -150,7 +146,7 @@ def test_the_generation_config_becomes_the_engines_sampling_parameters(
     assert schema == {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 
-def test_the_end_of_a_reply_and_hidden_thoughts(client: genai.Client, fake_engine: RunningFakeEngine) -> None:
+def test_the_end_of_a_reply_and_hidden_thoughts(client, fake_engine):
     fake_engine.answer(Rule(reply=Reply(reasoning="hm", text="one two three"), contains="count"))
     cut = client.models.generate_content(
         model="fake", contents="count", config=types.GenerateContentConfig(max_output_tokens=4)
@@ -160,7 +156,7 @@ def test_the_end_of_a_reply_and_hidden_thoughts(client: genai.Client, fake_engin
     assert [(part.text, part.thought) for part in whole.candidates[0].content.parts] == [("one two three", None)]
 
 
-def test_counting_models_and_errors(client: genai.Client) -> None:
+def test_counting_models_and_errors(client):
     asked = types.GenerateContentConfig(max_output_tokens=2)
     used = client.models.generate_content(model="fake", contents="Hello there", config=asked).usage_metadata
     assert client.models.count_tokens(model="fake", contents="Hello there").total_tokens == used.prompt_token_count
@@ -173,7 +169,7 @@ def test_counting_models_and_errors(client: genai.Client) -> None:
     assert (refused.value.code, refused.value.status) == (400, "INVALID_ARGUMENT")
 
 
-def test_google_s_header_and_query_parameter_carry_the_api_key(proxy: RunningProxy, session_id: str) -> None:
+def test_google_s_header_and_query_parameter_carry_the_api_key(proxy, session_id):
     """A session key names its session, so the turns show which key the proxy read."""
     key = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": session_id}).json()["api_key"]
     asked = {"contents": [{"parts": [{"text": "Hi."}]}]}
@@ -187,7 +183,7 @@ def test_google_s_header_and_query_parameter_carry_the_api_key(proxy: RunningPro
     assert (unknown.status_code, unknown.json()["error"]["status"]) == (404, "NOT_FOUND")
 
 
-def test_hosted_tools_are_dropped_and_named_in_a_header(proxy: RunningProxy) -> None:
+def test_hosted_tools_are_dropped_and_named_in_a_header(proxy):
     asked = {"contents": [{"parts": [{"text": "Hi."}]}], "tools": [{"google_search": {}}, {"codeExecution": {}}]}
     made = httpx2.post(f"{proxy.url}/v1beta/models/fake:generateContent", json=asked)
     assert made.status_code == 200, made.text
@@ -196,7 +192,7 @@ def test_hosted_tools_are_dropped_and_named_in_a_header(proxy: RunningProxy) -> 
     assert 'turnwise_dropped_tools_total{tool="codeExecution"} 1.0' in metrics
 
 
-def test_a_stream_without_alt_is_one_json_array(proxy: RunningProxy) -> None:
+def test_a_stream_without_alt_is_one_json_array(proxy):
     asked = {"contents": [{"role": "user", "parts": [{"text": "One two three"}]}]}
     made = httpx2.post(f"{proxy.url}/v1beta/models/fake:streamGenerateContent", json=asked)
     assert made.headers["content-type"].startswith("application/json")

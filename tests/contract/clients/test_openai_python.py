@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 from support.proxies import RunningProxy
-from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, ToolCall
 
 USER: Any = {"role": "user", "content": "Hello there"}
 TOOL: Any = openai.pydantic_function_tool
@@ -35,7 +35,7 @@ def client(proxy: RunningProxy) -> openai.OpenAI:
     return openai.OpenAI(base_url=proxy.v1, api_key="any", max_retries=0)
 
 
-def test_chat_completions_stream_helper_and_its_final_completion(client: openai.OpenAI) -> None:
+def test_chat_completions_stream_helper_and_its_final_completion(client):
     with client.chat.completions.stream(model="fake", messages=[USER], tools=[TOOL(Look)]) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
@@ -44,7 +44,7 @@ def test_chat_completions_stream_helper_and_its_final_completion(client: openai.
     assert isinstance(calls[0].function.parsed_arguments, Look)
 
 
-def test_chat_completions_parse(client: openai.OpenAI) -> None:
+def test_chat_completions_parse(client):
     parsed = client.chat.completions.parse(model="fake", messages=[USER], response_format=City)
     assert isinstance(parsed.choices[0].message.parsed, City)
     with client.chat.completions.stream(model="fake", messages=[USER], response_format=City) as stream:
@@ -52,7 +52,7 @@ def test_chat_completions_parse(client: openai.OpenAI) -> None:
     assert isinstance(final.choices[0].message.parsed, City)
 
 
-def test_responses_create_stream_and_parse(client: openai.OpenAI) -> None:
+def test_responses_create_stream_and_parse(client):
     made = client.responses.create(model="fake", input="Hello there")
     assert made.output_text == "Hello there"
     with client.responses.stream(model="fake", input="Hello there") as stream:
@@ -64,7 +64,7 @@ def test_responses_create_stream_and_parse(client: openai.OpenAI) -> None:
     assert raw.parse().output_text == "Hello there"
 
 
-def test_a_response_continues_a_previous_one_with_a_tool(client: openai.OpenAI, fake_engine: RunningFakeEngine) -> None:
+def test_a_response_continues_a_previous_one_with_a_tool(client, fake_engine):
     fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="weather", arguments={"city": "Oslo"})]), count=1))
     tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
     first = client.responses.create(model="fake", input="Weather?", tools=[tool])
@@ -77,9 +77,7 @@ def test_a_response_continues_a_previous_one_with_a_tool(client: openai.OpenAI, 
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
 
 
-def test_a_conversation_names_its_session_and_continues_from_its_newest_response(
-    client: openai.OpenAI, proxy: RunningProxy, fake_engine: RunningFakeEngine
-) -> None:
+def test_a_conversation_names_its_session_and_continues_from_its_newest_response(client, proxy, fake_engine):
     """Also after its session is over, which the application does not know."""
     conversation: Any = {"id": "conv_kim"}
     ask = client.responses.create
@@ -101,14 +99,14 @@ def test_a_conversation_names_its_session_and_continues_from_its_newest_response
         ask(model="fake", input="x", conversation="conv_kim", previous_response_id=first.id)
 
 
-def test_a_retry_after_an_error_is_a_separate_turn(proxy: RunningProxy, fake_engine: RunningFakeEngine) -> None:
+def test_a_retry_after_an_error_is_a_separate_turn(proxy, fake_engine):
     fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
     client = openai.OpenAI(base_url=proxy.session_v1("retried"), api_key="any", max_retries=2)
     assert client.chat.completions.create(model="fake", messages=[USER]).choices[0].message.content == "Hello there"
     assert [view.turn.outcome for view in proxy.turns("retried")] == ["error", "exact"]
 
 
-def test_the_async_client_makes_all_calls_concurrently(proxy: RunningProxy) -> None:
+def test_the_async_client_makes_all_calls_concurrently(proxy):
     async def all_at_once() -> list[str]:
         async with openai.AsyncOpenAI(base_url=proxy.v1, api_key="any", max_retries=0) as client:
 

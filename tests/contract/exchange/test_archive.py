@@ -8,7 +8,6 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,9 +60,7 @@ def stored(database: Database) -> dict[str, list[Any]]:
     return found
 
 
-def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
-    database: Database, tmp_path: Path
-) -> None:
+def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(database, tmp_path):
     """Sessions that are open or wait for training stay in the tables."""
     fill(database)
     before = stored(database)
@@ -77,9 +74,7 @@ def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
     assert archive.restore(database, tmp_path / "archive") == 0
 
 
-def test_what_another_policy_trained_of_a_group_leaves_and_comes_back_with_it(
-    database: Database, tmp_path: Path
-) -> None:
+def test_what_another_policy_trained_of_a_group_leaves_and_comes_back_with_it(database, tmp_path):
     """A part that waits for its trainer keeps the group. Another database has no name for the policy in an export."""
     with database.write() as conn:
         other = create_policy(conn, "default", "other")[0].policy_id
@@ -103,9 +98,7 @@ def test_what_another_policy_trained_of_a_group_leaves_and_comes_back_with_it(
     assert [[turn["policy"] for turn in each["turns"]] for each in shown] == [["default", None]]
 
 
-def test_an_archive_of_before_images_consent_and_several_policies_is_restored(
-    database: Database, tmp_path: Path
-) -> None:
+def test_an_archive_of_before_images_consent_and_several_policies_is_restored(database, tmp_path):
     """So a store comes to a commit with other tables: what its rows lack stays null, and its sessions are trained."""
     fill(database)
     before = stored(database)
@@ -121,7 +114,7 @@ def test_an_archive_of_before_images_consent_and_several_policies_is_restored(
     assert stored(database) == before
 
 
-def test_a_session_is_restored_while_its_deleted_rows_wait_for_a_sweep(database: Database, tmp_path: Path) -> None:
+def test_a_session_is_restored_while_its_deleted_rows_wait_for_a_sweep(database, tmp_path):
     """As after a `turnwise archive` that was killed between the deletion and the sweep."""
     fill(database)
     before = stored(database)
@@ -134,7 +127,7 @@ def test_a_session_is_restored_while_its_deleted_rows_wait_for_a_sweep(database:
     assert stored(database) == before
 
 
-def test_two_processes_may_restore_an_archive_at_once(database: Database, tmp_path: Path) -> None:
+def test_two_processes_may_restore_an_archive_at_once(database, tmp_path):
     fill(database)
     before = stored(database)
     archive.archive(database, tmp_path, LATER)
@@ -143,9 +136,7 @@ def test_two_processes_may_restore_an_archive_at_once(database: Database, tmp_pa
     assert stored(database) == before
 
 
-def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_numbers(
-    database: Database, tmp_path: Path
-) -> None:
+def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_numbers(database, tmp_path):
     """Version 8 and update 7 are those of the old database; the new one's own would otherwise be 1 and 1."""
     fill(database)
     archive.archive(database, tmp_path / "archive", LATER)
@@ -164,7 +155,7 @@ def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_
     other.close()
 
 
-def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -> None:
+def test_a_session_that_changes_while_it_is_archived_stays(database):
     fill(database)
     with database.read() as conn:
         found = retention.over_since(conn, LATER)
@@ -174,9 +165,7 @@ def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -
         assert retention.delete_unchanged(conn, found).sessions == (("default", "b"),)
 
 
-def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
-    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(database, tmp_path, monkeypatch):
     """The session is in two batches then; the last one counts."""
     fill(database)
 
@@ -198,8 +187,8 @@ def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
 
 @pytest.mark.parametrize(("age_seconds", "is_removed"), [(0, False), (7200, True)], ids=["new", "two hours old"])
 def test_an_incomplete_batch_is_removed_once_no_process_can_still_write_it(
-    database: Database, tmp_path: Path, age_seconds: int, *, is_removed: bool
-) -> None:
+    database, tmp_path, age_seconds, *, is_removed
+):
     """A process on another machine may be writing a new one."""
     fill(database)
     incomplete = tmp_path / "out" / ".writing-x"
@@ -212,7 +201,7 @@ def test_an_incomplete_batch_is_removed_once_no_process_can_still_write_it(
     assert incomplete.exists() != is_removed
 
 
-def test_two_processes_do_not_write_to_one_archive(database: Database, tmp_path: Path) -> None:
+def test_two_processes_do_not_write_to_one_archive(database, tmp_path):
     """They lock a regular file that is open for writing, because NFS passes on no lock on a directory."""
     fill(database)
     descriptor = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -223,7 +212,7 @@ def test_two_processes_do_not_write_to_one_archive(database: Database, tmp_path:
     assert archive.archive(database, tmp_path, LATER).num_turns == 6
 
 
-def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(database: Database, tmp_path: Path) -> None:
+def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(database, tmp_path):
     """If another group has the number by now, which happens where the numbers start again, it gets a new one."""
     fill(database)
     by_id = sa.select(groups.c.group_id, groups.c.group_pk)
@@ -250,7 +239,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_an_archive_is_exported_like_the_database(tmp_path: Path) -> None:
+def test_an_archive_is_exported_like_the_database(tmp_path):
     url = f"sqlite:///{tmp_path}/turnwise.db"
     database = Database(migrated(url))
     fill(database)
@@ -266,6 +255,6 @@ def test_an_archive_is_exported_like_the_database(tmp_path: Path) -> None:
     assert [run("export", *each) for each in formats] == before
 
 
-def test_a_directory_without_an_archive_is_refused(database: Database, tmp_path: Path) -> None:
+def test_a_directory_without_an_archive_is_refused(database, tmp_path):
     with pytest.raises(InvalidRequest, match="holds no archive"):
         archive.restore(database, tmp_path)

@@ -141,8 +141,8 @@ CASES = [("openai", *case) for case in BAD_OPENAI.values()] + [("hf", *case) for
 
 @pytest.mark.parametrize(("format_name", "line", "named"), CASES, ids=[*BAD_OPENAI, *BAD_ROWS])
 def test_one_bad_line_is_reported_with_its_number_and_the_lines_beside_it_are_stored(
-    format_name: str, line: dict | str, named: str, database: Database, tmp_path: Path, model: Path
-) -> None:
+    format_name, line, named, database, tmp_path, model
+):
     """A dry run reports the same. An empty line is left out and counted."""
     other = {"messages": [USER, REPLY | {"content": "Ho"}]}
     dry, stored = (
@@ -197,9 +197,7 @@ def test_a_bad_value_of_another_packages_format_is_a_bad_line(
     ("value", "reward"),
     [("0.0", 0.0), ("1", 1.0), (" 0.25 ", 0.25), (True, 1.0), (False, 0.0), ("false", 0.0), (0, 0.0)],
 )
-def test_a_score_may_be_written_as_text(
-    value: object, reward: float, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_score_may_be_written_as_text(value, reward, database, tmp_path, model):
     run_import(tmp_path, model, [HELLO | {"score": value}], "hf")
     assert [record.session.reward for record in records(database)] == [reward]
 
@@ -214,9 +212,7 @@ def test_a_score_may_be_written_as_text(
 @pytest.mark.parametrize(
     "shape", ["openai", "openai pair", "hf", "hf completion", "hf completion after a system column", "hf pair"]
 )
-def test_a_reply_that_is_marked_as_not_trained_is_not_trained(
-    mark: dict, shape: str, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_reply_that_is_marked_as_not_trained_is_not_trained(mark, shape, database, tmp_path, model):
     said = [REPLY | mark, {**USER, "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
     other = [{**REPLY, "content": "Ho"}, {**USER, "content": "Bye"}, {"role": "assistant", "content": "Go"}]
     row = {
@@ -250,9 +246,7 @@ PROMPTED = {
 
 
 @pytest.mark.parametrize(("row", "prompt"), PROMPTED.values(), ids=PROMPTED)
-def test_columns_before_a_conversation_are_part_of_the_prompt_once(
-    row: dict, prompt: list[dict], database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_columns_before_a_conversation_are_part_of_the_prompt_once(row, prompt, database, tmp_path, model):
     run_import(tmp_path, model, [row], "hf")
     (record,) = records(database)
     (view,) = record.views()
@@ -260,9 +254,7 @@ def test_columns_before_a_conversation_are_part_of_the_prompt_once(
     assert tokens.decode(view.turn.token_ids.tolist()) == "Hello<|im_end|>"
 
 
-def test_of_a_pair_that_parts_at_an_earlier_turn_everything_after_it_is_trained(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_of_a_pair_that_parts_at_an_earlier_turn_everything_after_it_is_trained(database, tmp_path, model):
     """Both begin with the same question and reply; the outputs differ from the second question on."""
     chosen, rejected = (
         [*FIRST, {"role": "user", "content": asked}, {"role": "assistant", "content": said}, USER, REPLY]
@@ -302,26 +294,20 @@ UNAMBIGUOUS = {
 
 
 @pytest.mark.parametrize(("row", "number"), UNAMBIGUOUS.values(), ids=UNAMBIGUOUS)
-def test_what_can_be_read_in_one_way_only_is_imported(
-    row: dict, number: int, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_what_can_be_read_in_one_way_only_is_imported(row, number, database, tmp_path, model):
     run_import(tmp_path, model, [row], "hf")
     assert [record.turns[-1].response["content"] for record in records(database)] == ["Hello", "Ho"][:number]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_json_array_may_begin_with_a_byte_order_mark(
-    encoding: str, indent: int | None, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_json_array_may_begin_with_a_byte_order_mark(encoding, indent, database, tmp_path, model):
     (tmp_path / "file.json").write_text(json.dumps([HELLO, HELLO], indent=indent), encoding=encoding)
     report = run_import(tmp_path, model, None, "openai", name="file.json")
     assert (report["lines"], report["sessions"]) == (2, 2)
 
 
-def test_a_json_file_may_be_one_object_over_several_lines_or_one_a_line(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_json_file_may_be_one_object_over_several_lines_or_one_a_line(database, tmp_path, model):
     (tmp_path / "one.json").write_text(json.dumps(HELLO, indent=2))
     assert run_import(tmp_path, model, None, "openai", name="one.json")["sessions"] == 1
     (tmp_path / "lines.json").write_text(json.dumps(HELLO) + "\n{broken\n")
@@ -329,9 +315,7 @@ def test_a_json_file_may_be_one_object_over_several_lines_or_one_a_line(
     assert (report["lines"], report["already_there"], report["num_bad"]) == (2, 1, 1)
 
 
-def test_a_parquet_row_with_a_value_that_python_cannot_read_is_a_bad_line(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_parquet_row_with_a_value_that_python_cannot_read_is_a_bad_line(database, tmp_path, model):
     import pyarrow
     import pyarrow.parquet
 
@@ -342,9 +326,7 @@ def test_a_parquet_row_with_a_value_that_python_cannot_read_is_a_bad_line(
     assert (report["sessions"], [bad["line"] for bad in report["bad"]]) == (1, [2, 3])
 
 
-def test_a_template_that_ends_a_turn_without_the_models_end_token_is_warned_of(
-    database: Database, tmp_path: Path
-) -> None:
+def test_a_template_that_ends_a_turn_without_the_models_end_token_is_warned_of(database, tmp_path):
     """The reply is trained up to the template's last character, a line break that an engine never samples."""
     other = tokens.write_tokenizer(tmp_path / "other")
     template = tokens.CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'</tool_response>\\n'")
@@ -356,7 +338,7 @@ def test_a_template_that_ends_a_turn_without_the_models_end_token_is_warned_of(
     assert "without an end token of the model" in shown.stderr
 
 
-def test_what_the_template_leaves_out_of_a_reply_makes_a_bad_line(database: Database, tmp_path: Path) -> None:
+def test_what_the_template_leaves_out_of_a_reply_makes_a_bad_line(database, tmp_path):
     other = tokens.write_tokenizer(tmp_path / "other")
     template = tokens.CHAT_TEMPLATE.replace("message.reasoning %}", "false %}").replace("message.tool_calls or", "")
     (other / "chat_template.jinja").write_text(template)
@@ -366,7 +348,5 @@ def test_what_the_template_leaves_out_of_a_reply_makes_a_bad_line(database: Data
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "1e9"])
-def test_a_reward_on_the_command_line_is_a_number_of_the_ledger(
-    value: str, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_reward_on_the_command_line_is_a_number_of_the_ledger(value, database, tmp_path, model):
     assert "--reward" in run_import(tmp_path, model, [HELLO], "openai", "--reward", value, status=2)["error"]

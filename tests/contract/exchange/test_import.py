@@ -16,13 +16,10 @@ from turnwise_fake_engine import running_fake_engine, tokens
 from turnwise.chains import is_imported, is_trainable
 from turnwise.exchange import plugins
 from turnwise.store import claims, experiences, policies
-from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 
 
-def test_replies_have_the_templates_tokens_and_extend_one_another(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_replies_have_the_templates_tokens_and_extend_one_another(database, tmp_path, model):
     report = run_import(tmp_path, model, [{"messages": CONVERSATION, "tools": TOOLS}], "openai")
     assert (report["lines"], report["sessions"], report["turns"], report["num_bad"]) == (1, 1, 2, 0)
     (record,) = records(database)
@@ -39,7 +36,7 @@ def test_replies_have_the_templates_tokens_and_extend_one_another(
     assert report["tokens"] == first.turn.token_ids.size + second.turn.token_ids.size
 
 
-def test_an_imported_reply_is_never_counted_as_sampled(database: Database, tmp_path: Path, model: Path) -> None:
+def test_an_imported_reply_is_never_counted_as_sampled(database, tmp_path, model):
     run_import(tmp_path, model, [HELLO], "openai")
     (record,) = records(database)
     (turn,) = record.turns
@@ -55,7 +52,7 @@ def test_an_imported_reply_is_never_counted_as_sampled(database: Database, tmp_p
         assert list(experiences.experiences(conn, SessionFilter())) == []
 
 
-def test_only_a_claim_for_imported_groups_gets_them(database: Database, tmp_path: Path, model: Path) -> None:
+def test_only_a_claim_for_imported_groups_gets_them(database, tmp_path, model):
     """A trainer of another loss leaves them where they are, instead of dropping them."""
     run_import(tmp_path, model, [HELLO], "openai")
     add_finished(database, "sampled")
@@ -74,9 +71,7 @@ def test_only_a_claim_for_imported_groups_gets_them(database: Database, tmp_path
     assert not experience.info["single"], "it fills the place of a group, not of one live session"
 
 
-def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(database, tmp_path, model):
     first = run_import(tmp_path, model, [HELLO, HELLO], "openai")
     assert (first["sessions"], first["already_there"]) == (2, 0)
     again = run_import(tmp_path, model, [HELLO, HELLO, {"messages": CONVERSATION}], "openai")
@@ -84,7 +79,7 @@ def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(
     assert len(records(database)) == 3
 
 
-def test_a_message_with_weight_0_is_only_part_of_the_prompt(database: Database, tmp_path: Path, model: Path) -> None:
+def test_a_message_with_weight_0_is_only_part_of_the_prompt(database, tmp_path, model):
     messages = [*HELLO["messages"], {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
     messages[1] = {**messages[1], "weight": 0}
     run_import(tmp_path, model, [{"messages": messages}], "openai")
@@ -119,9 +114,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", [("openai", PREFERENCE), *(("hf", row) for row in ROWS.values())])
-def test_a_preference_becomes_a_group_of_two(
-    row: tuple[str, dict], database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_preference_becomes_a_group_of_two(row, database, tmp_path, model):
     format_name, document = row
     run_import(tmp_path, model, [document], format_name)
     chosen, rejected = records(database)
@@ -134,7 +127,7 @@ def test_a_preference_becomes_a_group_of_two(
         assert claims.num_claimable(conn, with_imported=True) == (1, 0)
 
 
-def test_alpacas_columns_become_a_prompt_and_a_reply(database: Database, tmp_path: Path, model: Path) -> None:
+def test_alpacas_columns_become_a_prompt_and_a_reply(database, tmp_path, model):
     row = {"instruction": "Translate.", "input": "Hello", "output": "Ciao"}
     run_import(tmp_path, model, [row, row | {"input": ""}], "hf")
     assert [json.loads(line)["messages"] for line in export(tmp_path, "--format", "openai").splitlines()] == [
@@ -143,7 +136,7 @@ def test_alpacas_columns_become_a_prompt_and_a_reply(database: Database, tmp_pat
     ]
 
 
-def test_a_parquet_chat_set_with_sharegpts_names_is_read(database: Database, tmp_path: Path, model: Path) -> None:
+def test_a_parquet_chat_set_with_sharegpts_names_is_read(database, tmp_path, model):
     import pyarrow
     import pyarrow.parquet
 
@@ -186,9 +179,7 @@ def runs_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     plugins.installed.cache_clear()
 
 
-def test_a_format_of_another_package_is_found_by_its_entry_point(
-    runs_format: None, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_format_of_another_package_is_found_by_its_entry_point(runs_format, database, tmp_path, model):
     """Two calls of one run are one session; of the second call only the last reply is trained."""
     lines = [
         {"run": "1", "messages": CONVERSATION[:3]},
@@ -200,22 +191,20 @@ def test_a_format_of_another_package_is_found_by_its_entry_point(
     assert records(database)[0].session.task_id == "x"
 
 
-def test_a_session_with_a_bad_line_is_not_stored_in_part(
-    runs_format: None, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_a_session_with_a_bad_line_is_not_stored_in_part(runs_format, database, tmp_path, model):
     good = {"run": "1", "messages": HELLO["messages"]}
     report = run_import(tmp_path, model, [good, {"run": "1"}, {**good, "run": "2"}], "runs", status=1)
     assert [(bad["line"], "same session" in bad["reason"]) for bad in report["bad"]] == [(2, False), (1, True)]
     assert report["sessions"] == 1
 
 
-def test_openai_lines_are_exported_as_they_were_imported(database: Database, tmp_path: Path, model: Path) -> None:
+def test_openai_lines_are_exported_as_they_were_imported(database, tmp_path, model):
     lines = [{"messages": CONVERSATION, "tools": TOOLS}, HELLO]
     run_import(tmp_path, model, lines, "openai")
     assert [json.loads(line) for line in export(tmp_path, "--format", "openai").splitlines()] == lines
 
 
-def test_imported_sessions_are_of_the_policy_that_is_named(database: Database, tmp_path: Path, model: Path) -> None:
+def test_imported_sessions_are_of_the_policy_that_is_named(database, tmp_path, model):
     """A policy of another tenant is not found."""
     with database.write() as conn:
         policy, _ = policies.create_policy(conn, "default", "support")
@@ -225,7 +214,7 @@ def test_imported_sessions_are_of_the_policy_that_is_named(database: Database, t
     assert [record.session.policy_id for record in records(database)] == [policy.policy_id]
 
 
-def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Path) -> None:
+def test_a_dry_run_stores_nothing(database, tmp_path, model):
     report = run_import(tmp_path, model, [HELLO], "openai", "--dry-run")
     assert report["sessions"] == 1
     command = ["import", str(tmp_path / "file.jsonl"), "--format", "openai", "--tokenizer", str(model), "--dry-run"]
@@ -237,7 +226,7 @@ def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Pat
     assert not (tmp_path / "none.db").exists()
 
 
-def test_the_engines_own_tokens_are_compared(database: Database, tmp_path: Path, model: Path) -> None:
+def test_the_engines_own_tokens_are_compared(database, tmp_path, model):
     with running_fake_engine() as engine:
         assert run_import(tmp_path, model, [HELLO], "openai", "--engine", engine.url)["sessions"] == 1
         other = tokens.write_tokenizer(tmp_path / "other")

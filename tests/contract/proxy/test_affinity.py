@@ -99,7 +99,7 @@ async def ask(http: aiohttp.ClientSession, url: str, session_id: str, body: byte
 
 @LOOPS
 @pytest.mark.parametrize("body", [b"{}", LONG], ids=["short", "long"])
-def test_every_call_of_a_session_is_answered_by_its_worker(tmp_path: Path, run: Run, body: bytes) -> None:
+def test_every_call_of_a_session_is_answered_by_its_worker(tmp_path, run, body):
     async def scenario() -> None:
         async with serving(tmp_path) as (workers, urls):
             for url in urls:
@@ -124,7 +124,7 @@ async def hand_over_while_stopping(http: aiohttp.ClientSession, url: str, worker
 
 
 @LOOPS
-def test_connections_that_wait_while_a_worker_stops_are_served(tmp_path: Path, run: Run) -> None:
+def test_connections_that_wait_while_a_worker_stops_are_served(tmp_path, run):
     async def scenario() -> None:
         async with serving(tmp_path) as (workers, urls), aiohttp.ClientSession() as http:
             waiting = await hand_over_while_stopping(http, urls[0], workers)
@@ -147,6 +147,6 @@ def test_connections_that_wait_while_a_worker_stops_are_served(tmp_path: Path, r
         (b"GET /v1/sessions/s-1 HTTP/1.1\r\nx-session-id: s-1", None),
     ],
 )
-def test_the_session_is_named_by_path_header_or_session_key(head: bytes, name: bytes | None) -> None:
+def test_the_session_is_named_by_path_header_or_session_key(head, name):
     assert session_name(head + b"\r\n\r\n{}") == name
     assert session_name(head) is None  # the head may go on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
@@ -40,7 +39,7 @@ def used(reply: Any) -> int:
     return int(reply.json()["usage"]["total_tokens"])
 
 
-def test_a_key_with_a_budget_is_refused_once_it_is_spent_and_other_keys_are_not(tmp_path: Path) -> None:
+def test_a_key_with_a_budget_is_refused_once_it_is_spent_and_other_keys_are_not(tmp_path):
     """The call that spends the budget still ends. The refusal tells SDKs not to retry, and our client its class."""
     with in_process_proxy(tmp_path) as (http, database):
         limited, free = make_key(database, token_budget=1), make_key(database)
@@ -68,7 +67,7 @@ def test_a_key_with_a_budget_is_refused_once_it_is_spent_and_other_keys_are_not(
         assert [(key["token_budget"], key["tokens_used"]) for key in listed[:2]] == [(1, cost), (None, 0)]
 
 
-def test_a_budget_survives_a_restart(tmp_path: Path) -> None:
+def test_a_budget_survives_a_restart(tmp_path):
     with in_process_proxy(tmp_path, tenant_token_budget=1) as (http, database):
         key, other = make_key(database), make_key(database, tenant="other")
         cost = used(ask(http, key))
@@ -78,7 +77,7 @@ def test_a_budget_survives_a_restart(tmp_path: Path) -> None:
         used(ask(http, other))
 
 
-def test_the_tokens_of_a_failed_write_count_and_are_stored_with_the_next_one(tmp_path: Path, monkeypatch) -> None:
+def test_the_tokens_of_a_failed_write_count_and_are_stored_with_the_next_one(tmp_path, monkeypatch):
     async def fail(*_: Any, **__: Any) -> None:
         raise StoreUnavailable("locked")
 
@@ -97,7 +96,7 @@ def test_the_tokens_of_a_failed_write_count_and_are_stored_with_the_next_one(tmp
         assert get(http, key, "/v1/budget")["tenant"]["tokens_used"] == cost
 
 
-def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_session(tmp_path: Path) -> None:
+def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_session(tmp_path):
     with in_process_proxy(tmp_path, key_token_budget=1) as (http, database):
         key, other = make_key(database), make_key(database)
         made = http.post("/v1/sessions", json={"session_id": "s"}, headers={"authorization": f"Bearer {key}"}).json()
@@ -107,7 +106,7 @@ def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_sess
         used(ask(http, other))
 
 
-def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tmp_path: Path) -> None:
+def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tmp_path):
     """Two days: yesterday counts, the day before it does not."""
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
         key, today = make_key(database), keys.day_of(utc_now())
@@ -123,8 +122,8 @@ def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tm
 
 
 def test_the_tokens_of_a_key_without_a_budget_are_counted_and_a_budget_is_set_and_raised_by_a_command(
-    tmp_path: Path, monkeypatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(budgets, "READ_SECONDS", -1.0)
     monkeypatch.setattr(auth, "CACHE_SECONDS", 0.05)
     with in_process_proxy(tmp_path) as (http, database):

@@ -52,11 +52,11 @@ def refusal(reply) -> str:
         ("/v1/updates?before=1", "no such query parameter; there are: after, limit"),
     ],
 )
-def test_a_misspelt_filter_is_refused_and_not_ignored(http, path, sentence) -> None:
+def test_a_misspelt_filter_is_refused_and_not_ignored(http, path, sentence):
     assert sentence in refusal(http.get(path))
 
 
-def test_a_list_of_large_sessions_is_answered_in_pages_of_some_megabytes(http) -> None:
+def test_a_list_of_large_sessions_is_answered_in_pages_of_some_megabytes(http):
     for number in range(12):
         body = {"session_id": f"large-{number}", "task_id": "large", "metadata": {"text": "x" * 1_000_000}}
         http.post("/v1/sessions", json=body).raise_for_status()
@@ -72,7 +72,7 @@ def test_a_list_of_large_sessions_is_answered_in_pages_of_some_megabytes(http) -
     assert found == [f"large-{number}" for number in reversed(range(12))]
 
 
-def test_a_discount_that_has_no_effect_is_refused(http) -> None:
+def test_a_discount_that_has_no_effect_is_refused(http):
     assert "give credit `step_wise`" in refusal(http.post("/v1/sessions", json={"gamma": 0.5}))
     found = http.get("/v1/experiences?credit=propagate&gamma=0.5")
     assert found.status_code == 400
@@ -84,7 +84,7 @@ def send(http: TestClient, call: wire.ApiCall):
     return http.request(call.method, call.path, params=call.params, json=call.body)
 
 
-def test_labels_are_set_filtered_by_and_removed_as_the_client_does(http) -> None:
+def test_labels_are_set_filtered_by_and_removed_as_the_client_does(http):
     for session_id in ("marked", "plain"):
         http.post("/v1/sessions", json={"session_id": session_id})
     label = "read this: 50%?"
@@ -101,7 +101,7 @@ def test_labels_are_set_filtered_by_and_removed_as_the_client_does(http) -> None
     assert http.put("/v1/sessions/marked/labels/a", json={"note": "x", "colour": "red"}).status_code == 422
 
 
-def test_a_search_continues_past_pages_without_a_match(http, monkeypatch) -> None:
+def test_a_search_continues_past_pages_without_a_match(http, monkeypatch):
     monkeypatch.setattr(search, "WINDOW", 2)
     monkeypatch.setattr(search, "MAX_SEARCHED", 2)
     for number in range(5):
@@ -118,7 +118,7 @@ def test_a_search_continues_past_pages_without_a_match(http, monkeypatch) -> Non
     assert http.get("/v1/sessions?min_reward=nan").status_code == 422
 
 
-def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http) -> None:
+def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http):
     http.post("/sessions/opened/v1/chat/completions", json=CHAT).raise_for_status()
     body = {"session_id": "opened", "group_id": "g", "group_size": 2, "credit": "step_wise", "sampling": {"top_p": 0.5}}
     changed = http.post("/v1/sessions", json=body).raise_for_status().json()
@@ -129,7 +129,7 @@ def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http) ->
     assert http.get("/v1/sessions/opened").json()["sampling"] == {"top_p": 0.5}
 
 
-def test_a_turn_is_returned_with_its_new_tokens_and_on_request_with_its_whole_prompt(http) -> None:
+def test_a_turn_is_returned_with_its_new_tokens_and_on_request_with_its_whole_prompt(http):
     answer = http.post("/sessions/long/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
     messages = [*CHAT["messages"], answer, {"role": "user", "content": "Go on."}]
     second = http.post("/sessions/long/v1/chat/completions", json={**CHAT, "messages": messages}).json()
@@ -144,7 +144,7 @@ def test_a_turn_is_returned_with_its_new_tokens_and_on_request_with_its_whole_pr
     assert len(whole["prompt_token_ids"]) == added["prompt_length"] >= len(added["prompt_token_ids"])
 
 
-def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) -> None:
+def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world):
     http, database = world
     http.post("/sessions/kim/v1/chat/completions", json=CHAT).raise_for_status()
     first = http.post("/v1/rewards", json={"session_id": "kim", "value": 1.0}).json()["data"]
@@ -176,7 +176,7 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     assert gauges["turnwise_groups", "open"] >= 1
 
 
-def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(world, tmp_path, monkeypatch) -> None:
+def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(world, tmp_path, monkeypatch):
     """As on a network file system that stalls: only threads that nothing waits for are stopped by it."""
     http, database = world
     stalled, released, is_dir, stopped = tmp_path / "stalled", threading.Event(), Path.is_dir, set()
@@ -220,7 +220,7 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
         assert f"Version {version}'s files no longer exist" in refusal(answers[-1])
 
 
-def test_the_last_use_of_a_key_is_recorded_at_the_next_sweep(tmp_path, monkeypatch) -> None:
+def test_the_last_use_of_a_key_is_recorded_at_the_next_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr("proxy.sweeper.SWEEP_SECONDS", 0.05)
     with in_process_proxy(tmp_path) as (http, database):
         with database.write() as connection:
@@ -234,7 +234,7 @@ def test_the_last_use_of_a_key_is_recorded_at_the_next_sweep(tmp_path, monkeypat
         wait_until(is_recorded, "the use is recorded")
 
 
-def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:
+def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch):
     """Each reads for two seconds: as many searches as there are threads would stop the calls that read the store."""
     going, longest, lock = 0, 0, threading.Lock()
     are_enough = threading.Event()

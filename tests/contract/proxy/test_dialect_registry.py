@@ -42,7 +42,7 @@ def client(tmp_path, monkeypatch) -> Iterator[TestClient]:
         yield client
 
 
-def test_a_registered_dialect_is_served_and_documented_and_has_its_own_error_shape(client: TestClient) -> None:
+def test_a_registered_dialect_is_served_and_documented_and_has_its_own_error_shape(client):
     asked = {"messages": [{"role": "user", "content": "Hello there"}]}
     for prefix in ("", "/sessions/s1"):
         reply = client.post(f"{prefix}/shout/fake:now?stop=there", json=asked)
@@ -58,14 +58,14 @@ def test_a_registered_dialect_is_served_and_documented_and_has_its_own_error_sha
     assert operation["responses"]["4XX"]["content"]["application/json"]["schema"] == Shouted.error_schema
 
 
-def test_a_model_name_with_a_line_feed_is_refused_in_the_shape_of_its_dialect(client: TestClient) -> None:
+def test_a_model_name_with_a_line_feed_is_refused_in_the_shape_of_its_dialect(client):
     """If the pattern's `.` did not match a line feed, no route would match, and the 404 would have OpenAI's shape."""
     for prefix in ("", "/sessions/s1"):
         answer = client.post(f"{prefix}/v1/models/no%0Amodel:generateContent", json={"contents": []})
         assert (answer.status_code, answer.json()["error"]["status"]) == (400, "INVALID_ARGUMENT")
 
 
-def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(client, monkeypatch, caplog) -> None:
+def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(client, monkeypatch, caplog):
     async def fail(*_: Any) -> None:
         raise RuntimeError("a defect")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.in_process import in_process_proxy
 from support.ports import free_port
-from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
+from turnwise_fake_engine import Fault, FaultKind, running_fake_engine
 from turnwise_fake_engine.tokens import write_tokenizer
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, EngineState, without_credentials
@@ -43,7 +43,7 @@ def no_free_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
-async def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before: EngineState):
+async def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before):
     engine = Engine("http://a", timeout_seconds=1)
     engine.change(EngineState.READY)
     engine.change(before)
@@ -141,7 +141,7 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     await engine.close()
 
 
-async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine: RunningFakeEngine):
+async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine):
     """Without this it would wait for `engine_timeout_seconds`, 600 s by default."""
     fake_engine.fail_next(Fault(kind=FaultKind.HANG))
     engine = Engine(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
@@ -174,7 +174,7 @@ class SilentServer:
 
 
 @pytest.mark.parametrize("content", [b"<html>Welcome</html>", b"{}", b'{"data": []}', b'{"data": [3]}', b"[1]"])
-async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content: bytes):
+async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content):
     """The proxy ended with a traceback at its start."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -249,19 +249,19 @@ def second_turn(directory: Path, **settings: Any) -> dict[str, Any]:
         return dict(http.get("/v1/sessions/s/turns").json()["data"][1])
 
 
-def test_an_unchecked_engine_is_continued_by_the_template_of_its_directory(tmp_path: Path):
+def test_an_unchecked_engine_is_continued_by_the_template_of_its_directory(tmp_path):
     turn = second_turn(tmp_path)
     assert (turn["outcome"], turn["reason"]) == ("exact", None)
 
 
-def test_an_unchecked_engine_without_a_template_is_named_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_unchecked_engine_without_a_template_is_named_at_the_start(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         turn = second_turn(tmp_path, tokenizer=str(tmp_path))
     assert (turn["outcome"], turn["reason"]) == ("retokenised", "template_unknown")
     assert "no turn continues another" in caplog.text
 
 
-def test_the_engine_renders_where_its_template_is_code(tmp_path: Path):
+def test_the_engine_renders_where_its_template_is_code(tmp_path):
     """As DeepSeek's: the tokenizer has no template, and the engine's ids after the reply are those that are sent."""
     directory = write_tokenizer(tmp_path / "tokenizer")
     (directory / "chat_template.jinja").unlink()

@@ -7,22 +7,19 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
 from support.ledger_samples import add_session, finish
 from support.migrated import migrated, writing
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy
 from support.waiting import wait_until
-from turnwise_fake_engine import RunningFakeEngine
 
 from proxy import overview
 from proxy.metrics import Metrics
 from proxy.overview import Event, Events, changes_between
 from turnwise.errors import Overloaded
 from turnwise.store import keys
-from turnwise.store.database import Database
 
 
 @pytest.fixture
@@ -44,7 +41,7 @@ async def listening(hub: Events, tenant: str) -> AsyncIterator[AsyncIterator[Eve
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the_store(database: Database) -> None:
+async def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the_store(database):
     add_session(database, "old", tenant="mine")
     hub = Events(database, Metrics())
     async with listening(hub, "mine") as mine, listening(hub, "theirs") as theirs:
@@ -61,7 +58,7 @@ async def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the
 
 
 @pytest.mark.usefixtures("quick")
-async def test_listeners_of_a_tenant_share_a_reading(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listeners_of_a_tenant_share_a_reading(database, monkeypatch):
     monkeypatch.setattr(overview, "SHARED_SECONDS", 600.0)
     hub = Events(database, Metrics())
     async with listening(hub, "mine"):
@@ -70,7 +67,7 @@ async def test_listeners_of_a_tenant_share_a_reading(database: Database, monkeyp
             pass
 
 
-def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notice() -> None:
+def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notice():
     sessions = {("session", str(number)): {"n": number} for number in range(201)}
     before, newest = ({key: sessions[key] for key in list(sessions)[part]} for part in (slice(1), slice(1, None)))
     found = list(changes_between(before, newest))
@@ -87,8 +84,8 @@ def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notic
     ],
 )
 async def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_others(
-    database: Database, monkeypatch: pytest.MonkeyPatch, limit: str, refusal: str, is_another_refused: bool
-) -> None:
+    database, monkeypatch, limit, refusal, is_another_refused
+):
     monkeypatch.setattr(overview, limit, 1)
     hub = Events(database, Metrics())
     async with listening(hub, "mine"):
@@ -125,9 +122,7 @@ class Stream:
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
-    fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path: Path
-) -> None:
+def test_a_stream_has_live_turns_and_ends_when_the_server_stops(fake_engine, start_proxy, tmp_path):
     url = f"sqlite:///{tmp_path}/turnwise.db"
     with writing(migrated(url)) as connection:
         key = keys.create_key(connection, "mine", keys.KeyRole.ADMIN, "me")[1]

@@ -240,7 +240,7 @@ async def test_a_connection_that_is_not_accepted_in_time_is_an_error():
         await client.close()
 
 
-def test_tcp_probes_a_silent_connection_so_that_a_vanished_host_is_noticed() -> None:
+def test_tcp_probes_a_silent_connection_so_that_a_vanished_host_is_noticed():
     async def connect() -> None:
         async with serving(answering(OK[:-1])) as (_, client):
             with await client.request("GET", "/", b"", {}) as answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -37,7 +36,7 @@ def wait_for_a_sweep(http: TestClient) -> None:
         wait_until(lambda: "expired" in seen, "idle sessions are looked for")
 
 
-def test_a_corrected_clock_expires_no_running_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrected_clock_expires_no_running_conversation(tmp_path, monkeypatch):
     """The clock was two hours behind, and the limit is one hour: the conversation went on a moment ago."""
     with in_process_proxy(tmp_path, session_idle_seconds=HOUR.total_seconds()) as (http, _):
         wait_for_a_sweep(http)
@@ -47,9 +46,7 @@ def test_a_corrected_clock_expires_no_running_conversation(tmp_path: Path, monke
         assert http.get("/v1/sessions/running").json()["status"] == "open"
 
 
-def test_a_session_without_activity_expires_whatever_the_clock_was_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_without_activity_expires_whatever_the_clock_was_before(tmp_path, monkeypatch):
     """Two hours have passed on both clocks."""
     with in_process_proxy(tmp_path, session_idle_seconds=HOUR.total_seconds()) as (http, _):
         call(http, "idle")
@@ -60,9 +57,7 @@ def test_a_session_without_activity_expires_whatever_the_clock_was_before(
         assert http.get("/v1/sessions/idle").json()["status"] == "expired"
 
 
-def test_an_unexpected_error_in_a_sweep_does_not_end_the_sweeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unexpected_error_in_a_sweep_does_not_end_the_sweeps(tmp_path, monkeypatch, caplog):
     with in_process_proxy(tmp_path) as (http, _):
         with monkeypatch.context() as patched:
             patched.setattr(sweeper, "utc_now", lambda: None)

@@ -80,7 +80,7 @@ def fetching(tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_an_image_is_stored_once_named_by_its_digest_and_deleted_with_its_session(tmp_path: Path) -> None:
+def test_an_image_is_stored_once_named_by_its_digest_and_deleted_with_its_session(tmp_path):
     with in_process_proxy(tmp_path) as (client, database):
         for session in ("s", "s", "t"):
             ask(client, {"type": "text", "text": "Look."}, part(), session=session).raise_for_status()
@@ -135,7 +135,7 @@ def test_what_is_no_image_and_what_the_engine_would_fetch_is_refused_by_name(
         assert len(stored(client)) == 1
 
 
-def test_a_file_is_one_image_however_its_data_url_is_written(tmp_path: Path) -> None:
+def test_a_file_is_one_image_however_its_data_url_is_written(tmp_path):
     heads = (
         "data:image/png;base64,",
         "DATA:IMAGE/PNG;BASE64,",
@@ -149,7 +149,7 @@ def test_a_file_is_one_image_however_its_data_url_is_written(tmp_path: Path) -> 
         assert count(database) == 1
 
 
-def test_what_would_change_an_image_in_the_engine_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_what_would_change_an_image_in_the_engine_is_dropped_and_counted(tmp_path):
     with in_process_proxy(tmp_path) as (client, _):
         fields = {"mm_processor_kwargs": {"size": 1}, "chat_template_kwargs": {"turnwise_prompt": {"ids": [1]}, "a": 1}}
         ask(client, part(uuid="known"), **fields).raise_for_status()
@@ -162,16 +162,14 @@ def test_what_would_change_an_image_in_the_engine_is_dropped_and_counted(tmp_pat
             assert f'turnwise_dropped_fields_total{{field="{field}"}} 1.0' in metrics
 
 
-def test_images_over_the_limits_are_refused(fetching: TestClient) -> None:
+def test_images_over_the_limits_are_refused(fetching):
     assert ask(fetching, *[part()] * 3).status_code == 200
     assert ask(fetching, *[part()] * 4).json()["error"]["code"] == "too_many_images"
     large = base64.b64encode(PNG * 3).decode()
     assert ask(fetching, part(f"data:image/png;base64,{large}")).status_code == 413
 
 
-def test_a_fetched_image_is_stored_and_reaches_the_engine_as_a_data_url(
-    fetching: TestClient, pictures: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetched_image_is_stored_and_reaches_the_engine_as_a_data_url(fetching, pictures, monkeypatch):
     monkeypatch.setattr("proxy.calls.images.is_public", lambda _: True)
     here = f"http://localhost:{pictures.server_port}"
     ask(fetching, part(f"{here}/to//picture")).raise_for_status()
@@ -188,9 +186,7 @@ def test_a_fetched_image_is_stored_and_reaches_the_engine_as_a_data_url(
     assert ask(fetching, part(here + endless)).json()["error"]["code"] == "image_not_fetched"
 
 
-def test_no_private_address_is_called_by_name_number_or_redirect(
-    fetching: TestClient, pictures: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_private_address_is_called_by_name_number_or_redirect(fetching, pictures, monkeypatch):
     port = pictures.server_port
     names = ("localhost", "localhost.", "LOCALHOST", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]")
     numbers = ("2130706433", "0x7f000001", "0x7f.1", "017700000001", "127.1", "0", "0.0.0.0", "[::]", "[::127.0.0.1]")
@@ -233,5 +229,5 @@ def test_no_private_address_is_called_by_name_number_or_redirect(
         ("2002:a00:1::", False),
     ],
 )
-def test_only_addresses_of_the_public_internet_are_public(address: str, expected: bool) -> None:
+def test_only_addresses_of_the_public_internet_are_public(address, expected):
     assert is_public(ipaddress.ip_address(address)) is expected

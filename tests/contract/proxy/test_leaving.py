@@ -54,9 +54,7 @@ def turns_counted(http: httpx2.Client) -> dict[tuple[str, str], float]:
     }
 
 
-def test_a_call_does_not_wait_for_the_first_engine_after_its_client_has_left(
-    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_call_does_not_wait_for_the_first_engine_after_its_client_has_left(http, monkeypatch):
     monkeypatch.setattr(EnginePool, "_is_one_expected", lambda _: True)
     for part, name, value in ((EnginePool, "serving", []), (Sessions, "template", None)):
         monkeypatch.setattr(part, name, property(lambda _, value=value: value, lambda *_: None), raising=False)
@@ -65,9 +63,7 @@ def test_a_call_does_not_wait_for_the_first_engine_after_its_client_has_left(
 
 
 @pytest.mark.parametrize("marked", [KEYED, {"x-stainless-retry-count": "1"}])
-def test_a_retry_does_not_wait_for_the_first_call_after_its_client_has_left(
-    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, marked: dict[str, str]
-):
+def test_a_retry_does_not_wait_for_the_first_call_after_its_client_has_left(http, monkeypatch, marked):
     """The first call of each kind never settles here."""
     monkeypatch.setattr(Retries, "settle", lambda *_: None)
     first = KEYED if marked is KEYED else LEAVES
@@ -84,9 +80,7 @@ def test_a_retry_does_not_wait_for_the_first_call_after_its_client_has_left(
         ("/v1/rewards", {"session_id": "s", "value": 1.0}),
     ],
 )
-def test_a_request_does_not_wait_for_the_memory_of_its_body_after_its_client_has_left(
-    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
-):
+def test_a_request_does_not_wait_for_the_memory_of_its_body_after_its_client_has_left(http, monkeypatch, path, body):
     monkeypatch.setattr(Bodies, "_fits", lambda *_: False)
     assert http.post(path, json=body, headers=LEAVES).status_code == 499
 
@@ -105,15 +99,7 @@ def test_a_request_does_not_wait_for_the_memory_of_its_body_after_its_client_has
         (Writer, "append", RuntimeError("a defect"), 500, "not_stored"),
     ],
 )
-def test_a_call_that_fails_in_its_session_is_counted_once(
-    http: httpx2.Client,
-    monkeypatch: pytest.MonkeyPatch,
-    part: type,
-    name: str,
-    error: Exception,
-    status: int,
-    reason: str,
-):
+def test_a_call_that_fails_in_its_session_is_counted_once(http, monkeypatch, part, name, error, status, reason):
     async def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -125,7 +111,7 @@ def test_a_call_that_fails_in_its_session_is_counted_once(
     assert [turn["reason"] for turn in stored] == ([] if reason == "not_stored" else [reason])
 
 
-def test_nothing_of_a_stream_is_stored_that_a_defect_ended(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_of_a_stream_is_stored_that_a_defect_ended(http, monkeypatch):
     """It is not known what of it was captured as it was sampled."""
     original = relay.take_events
 
@@ -140,7 +126,7 @@ def test_nothing_of_a_stream_is_stored_that_a_defect_ended(http: httpx2.Client, 
     assert (turn["outcome"], turn["reason"], turn["token_ids"]) == ("error", "internal_error", [])
 
 
-def test_a_failed_call_that_cannot_be_stored_is_counted_once(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_call_that_cannot_be_stored_is_counted_once(http, monkeypatch):
     async def fail(error: Exception) -> None:
         raise error
 
@@ -151,7 +137,7 @@ def test_a_failed_call_that_cannot_be_stored_is_counted_once(http: httpx2.Client
     assert turns_counted(http) == {("error", "not_stored"): 1.0}
 
 
-def test_a_session_that_another_proxy_deleted_is_created_anew_by_the_call_after_the_first(tmp_path: Path):
+def test_a_session_that_another_proxy_deleted_is_created_anew_by_the_call_after_the_first(tmp_path):
     with in_process_proxy(tmp_path) as (http, database):
         assert http.post("/sessions/s/v1/chat/completions", json=CHAT).status_code == 200
         retention.delete_all(database, lambda conn: retention.delete_session(conn, "default", "s"))

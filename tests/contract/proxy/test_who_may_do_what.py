@@ -74,7 +74,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(http, database)
 
 
-def test_the_table_contains_every_route_and_every_action(world: World) -> None:
+def test_the_table_contains_every_route_and_every_action(world):
     paths = world.ask("GET", "/openapi.json", world.keys["mine", "admin"]).json()["paths"]
     documented = {
         f"{method.upper()} {path}"
@@ -89,7 +89,7 @@ def test_the_table_contains_every_route_and_every_action(world: World) -> None:
 
 @pytest.mark.parametrize("role", MAY)
 @pytest.mark.parametrize("route", ACTION_OF_ROUTE)
-def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_alone(world, route, role) -> None:
+def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_alone(world, route, role):
     key, action = world.keys["mine", role], ACTION_OF_ROUTE[route]
     # An admin's deletion of its own tenant would end the test: see the last test.
     deletes = route.startswith("DELETE") and action in MAY[role]
@@ -113,7 +113,7 @@ def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_a
 
 
 @pytest.mark.parametrize("role", MAY)
-def test_model_calls_are_open_to_the_roles_that_may_call(world: World, role: str) -> None:
+def test_model_calls_are_open_to_the_roles_that_may_call(world, role):
     key = world.keys["mine", role]
     reply = world.ask("POST", "/sessions/mine-other/v1/chat/completions", key, CHAT)
     is_refused = "call" not in MAY[role] or role.startswith("session")
@@ -138,7 +138,7 @@ BAD_BODIES = (
 
 
 @pytest.mark.parametrize("route", ACTION_OF_ROUTE)
-def test_a_caller_without_a_key_gets_401_for_any_request(world: World, route: str) -> None:
+def test_a_caller_without_a_key_gets_401_for_any_request(world, route):
     """The answer is 401 whatever the body, the query and the path hold."""
     method, path = route.split(" ")
     path = re.sub(r"{\w+}", "x" * 300, path)
@@ -149,7 +149,7 @@ def test_a_caller_without_a_key_gets_401_for_any_request(world: World, route: st
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages", "embeddings"])
-def test_a_call_without_a_key_or_in_a_foreign_session_is_refused_before_its_body_is_read(world: World, path) -> None:
+def test_a_call_without_a_key_or_in_a_foreign_session_is_refused_before_its_body_is_read(world, path):
     for body in BAD_BODIES:
         sent = {"content": body, "headers": {"content-type": "application/json"}}
         assert world.http.post(f"/v1/{path}", **sent).status_code == 401
@@ -168,7 +168,7 @@ def test_a_call_without_a_key_or_in_a_foreign_session_is_refused_before_its_body
         ("admin", "POST /v1/policies/0/activate"),
     ],
 )
-def test_a_key_that_may_not_use_a_route_gets_403_for_any_body(world: World, role: str, route: str) -> None:
+def test_a_key_that_may_not_use_a_route_gets_403_for_any_body(world, role, route):
     method, path = route.split(" ")
     tenant = "theirs" if "policies" in route else "mine"
     headers = {"content-type": "application/json", "authorization": f"Bearer {world.keys[tenant, role]}"}
@@ -176,7 +176,7 @@ def test_a_key_that_may_not_use_a_route_gets_403_for_any_body(world: World, role
         assert world.http.request(method, path, content=body, headers=headers).status_code == 403, body
 
 
-def test_only_the_tenant_that_owns_the_model_may_change_it(world: World) -> None:
+def test_only_the_tenant_that_owns_the_model_may_change_it(world):
     for tenant, status in (("theirs", 403), ("mine", 422)):
         reply = world.ask("POST", "/v1/policies", world.keys[tenant, "admin"], {"path": "/nowhere"})
         assert reply.status_code == status, reply.text
@@ -184,7 +184,7 @@ def test_only_the_tenant_that_owns_the_model_may_change_it(world: World) -> None
     assert "belongs to tenant 'mine', not 'theirs'" in refused.json()["error"]["message"]
 
 
-def test_the_key_of_a_deleted_session_neither_brings_it_back_nor_works_in_one_of_its_name(tmp_path) -> None:
+def test_the_key_of_a_deleted_session_neither_brings_it_back_nor_works_in_one_of_its_name(tmp_path):
     with in_process_proxy(tmp_path, policy_tenant="mine") as (http, database):
         world = World(http, database)
         admin, own = world.keys["mine", "admin"], world.keys["mine", "session_reward"]
@@ -204,7 +204,7 @@ def test_the_key_of_a_deleted_session_neither_brings_it_back_nor_works_in_one_of
             world.ask("POST", "/v1/sessions", admin, {"session_id": "mine-own"})
 
 
-def test_a_tenant_deletes_a_session_and_then_itself(tmp_path) -> None:
+def test_a_tenant_deletes_a_session_and_then_itself(tmp_path):
     with in_process_proxy(tmp_path, policy_tenant="mine") as (http, database):
         world = World(http, database)
         admin = world.keys["mine", "admin"]

@@ -6,8 +6,6 @@ import asyncio
 import json
 from pathlib import Path
 
-from support.proxies import ProxyAndEngine
-
 from examples.demos.agent import AgentDemo, AgentDemoSettings
 from examples.demos.report import mean_reward
 from turnwise.client import AsyncClient
@@ -25,7 +23,7 @@ def play(task, run):
 """Solves the tasks that are played after the training."""
 
 
-def test_the_demo_plays_and_writes_the_same_task_before_and_after(shared_proxy: ProxyAndEngine, tmp_path, monkeypatch):
+def test_the_demo_plays_and_writes_the_same_task_before_and_after(shared_proxy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("an_agent.py").write_text(AGENT)
     Path("out/logs").mkdir(parents=True)
@@ -55,9 +53,7 @@ def test_the_demo_plays_and_writes_the_same_task_before_and_after(shared_proxy: 
     assert [(each["split"], each["num_turns"]) for each in played] == [("eval", 1)] * 3
 
 
-def test_held_out_tasks_are_played_only_until_the_interval_is_narrow(
-    shared_proxy: ProxyAndEngine, tmp_path, monkeypatch
-):
+def test_held_out_tasks_are_played_only_until_the_interval_is_narrow(shared_proxy, tmp_path, monkeypatch):
     """Of 40 tasks 32 are enough where all rewards are equal: ± 0.05. A thorough run plays all of them."""
     monkeypatch.chdir(tmp_path)
     Path("an_agent.py").write_text(AGENT)

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,9 +117,7 @@ def too_long(task, run):
         ("too_long", {"error": "ValueError: it returned 33554434 characters of JSON; at most 16777216 are taken"}),
     ],
 )
-async def test_a_warm_worker_answers_each_call_whatever_its_function_does(
-    tmp_path: Path, function: str, expected: Json
-) -> None:
+async def test_a_warm_worker_answers_each_call_whatever_its_function_does(tmp_path, function, expected):
     """A call without an answer would wait for the time limit of its run."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     process = await asyncio.create_subprocess_exec(

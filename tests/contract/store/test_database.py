@@ -11,13 +11,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from support.full_disk import no_file_over
 from support.ledger_samples import add_session
-from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import overview, schema, sessions
@@ -31,12 +29,12 @@ SILENT_SECONDS = 10.0
 
 
 @pytest.mark.parametrize("url", ["mysql://x/y", "no url", "sqlite://", "sqlite:///:memory:"])
-def test_a_database_that_cannot_work_is_refused_with_its_url(url: str) -> None:
+def test_a_database_that_cannot_work_is_refused_with_its_url(url):
     with pytest.raises(SettingsError, match=r"sqlite|not supported"):
         Database(url)
 
 
-def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
+def test_a_write_that_raises_is_rolled_back(database):
     def fail_half_way() -> None:
         with database.write() as connection:
             sessions.create_session(connection, Session(session_id="s"))
@@ -48,7 +46,7 @@ def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
         assert overview.count_rows(connection).sessions == {}
 
 
-def test_commits_are_durable(database: Database) -> None:
+def test_commits_are_durable(database):
     """SQLite: WAL, synchronous = FULL (2) and foreign keys; PostgreSQL: synchronous_commit on."""
     with database.write() as connection:
         if database.dialect == "sqlite":
@@ -60,7 +58,7 @@ def test_commits_are_durable(database: Database) -> None:
         assert [connection.exec_driver_sql(sql).scalar_one() for sql in ask] == promised
 
 
-def test_a_reader_sees_one_snapshot_and_does_not_block_the_writer(database: Database) -> None:
+def test_a_reader_sees_one_snapshot_and_does_not_block_the_writer(database):
     with database.read() as connection:
         assert overview.count_rows(connection).sessions == {}
         add_session(database)
@@ -69,7 +67,7 @@ def test_a_reader_sees_one_snapshot_and_does_not_block_the_writer(database: Data
         assert overview.count_rows(connection).sessions == {"open": 1}
 
 
-def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, database_url: str) -> None:
+def test_a_lock_that_is_held_too_long_is_unavailable(database, database_url):
     """Another process locks the row, or the whole file, for longer than this one waits."""
     add_session(database)
     other = Database(database_url, lock_timeout_seconds=0.2)
@@ -82,14 +80,14 @@ def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, databas
         other.close()
 
 
-def test_a_pool_without_a_free_connection_is_unavailable(database_url: str) -> None:
+def test_a_pool_without_a_free_connection_is_unavailable(database_url):
     database = Database(database_url, pool_size=1, lock_timeout_seconds=0.1)
     with database.read(), pytest.raises(StoreUnavailable, match="raise the pool size"), database.read():
         pass
     database.close()
 
 
-def test_a_full_disk_is_unavailable_and_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+def test_a_full_disk_is_unavailable_and_loses_nothing_that_was_committed(tmp_path):
     database = Database(f"sqlite:///{tmp_path}/x.db", pool_size=1)
     database.upgrade()
     add_session(database, "kept")
@@ -103,7 +101,7 @@ def test_a_full_disk_is_unavailable_and_loses_nothing_that_was_committed(tmp_pat
     database.close()
 
 
-def test_a_disk_that_fills_in_a_savepoint_is_named_and_not_the_savepoint(tmp_path: Path) -> None:
+def test_a_disk_that_fills_in_a_savepoint_is_named_and_not_the_savepoint(tmp_path):
     """What does not fit into SQLite's cache is written before the commit; SQLite undoes the whole transaction then."""
     database = Database(f"sqlite:///{tmp_path}/x.db", pool_size=1)
     database.upgrade()
@@ -117,7 +115,7 @@ def test_a_disk_that_fills_in_a_savepoint_is_named_and_not_the_savepoint(tmp_pat
     database.close()
 
 
-def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> None:
+def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path):
     for url in (f"sqlite:///{tmp_path}/nowhere/x.db", f"postgresql:///x?host={tmp_path}"):
         database = Database(url)
         with pytest.raises(StoreUnavailable, match="check that it runs"), database.read():
@@ -125,7 +123,7 @@ def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> Non
         database.close()
 
 
-def test_a_file_that_cannot_be_opened_or_written_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_or_written_is_named(tmp_path):
     missing, locked = tmp_path / "nowhere" / "x.db", tmp_path / "x.db"
     locked.mkdir()
     for file in (missing, locked):
@@ -138,7 +136,7 @@ def test_a_file_that_cannot_be_opened_or_written_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("wrong", ["role", "database"])
-def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_server: PrivatePostgres, wrong: str) -> None:
+def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_server, wrong):
     url = sa.make_url(postgres_server.url(postgres_server.create_database()))
     url = url.update_query_dict({"user": "nobody"}) if wrong == "role" else url.set(database="nowhere")
     database = Database(url.render_as_string(hide_password=False))
@@ -147,14 +145,14 @@ def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_serve
     database.close()
 
 
-def test_a_missing_table_is_an_error_that_names_the_command_to_run(empty_database_url: str) -> None:
+def test_a_missing_table_is_an_error_that_names_the_command_to_run(empty_database_url):
     database = Database(empty_database_url)
     with pytest.raises(SchemaMismatch, match="turnwise db upgrade"), database.read() as connection:
         overview.count_rows(connection)
     database.close()
 
 
-def test_a_value_that_the_database_cannot_store_is_the_callers_error(database: Database) -> None:
+def test_a_value_that_the_database_cannot_store_is_the_callers_error(database):
     if database.dialect == "sqlite":
         add_session(database, "a\0b", turns=0)  # SQLite stores a NUL in a text
         return
@@ -163,7 +161,7 @@ def test_a_value_that_the_database_cannot_store_is_the_callers_error(database: D
 
 
 @pytest.mark.postgres
-def test_a_pool_reconnects_to_a_restarted_server(postgres_server: PrivatePostgres) -> None:
+def test_a_pool_reconnects_to_a_restarted_server(postgres_server):
     name = postgres_server.create_database()
     database = Database(postgres_server.url(name), pool_size=2)
     database.upgrade()
@@ -179,7 +177,7 @@ def test_a_pool_reconnects_to_a_restarted_server(postgres_server: PrivatePostgre
     postgres_server.drop_database(name)
 
 
-def test_a_text_that_no_index_has_room_for_is_refused_and_the_next_write_works(database: Database) -> None:
+def test_a_text_that_no_index_has_room_for_is_refused_and_the_next_write_works(database):
     """An index of PostgreSQL takes 2,704 bytes, and random ones are not compressed; SQLite stores any text."""
     text = "".join(map(chr, random.Random(0).sample(range(0x4E00, 0x9FFF), 1000)))
     too_long = Session(session_id="s", task_id=text)
@@ -190,7 +188,7 @@ def test_a_text_that_no_index_has_room_for_is_refused_and_the_next_write_works(d
         sessions.create_session(connection, dataclasses.replace(too_long, task_id=text[:500]))
 
 
-def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(database: Database) -> None:
+def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(database):
     with database.write() as connection:
         assert acquire_lease(connection, "reload", "a", 10, NOW) == 1
         assert acquire_lease(connection, "reload", "b", 10, NOW + 9 * SECOND) is None
@@ -206,7 +204,7 @@ def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(databas
         assert acquire_lease(connection, "reload", "a", 10, NOW + 40 * SECOND) == 4, "it had expired"
 
 
-def test_a_lease_of_a_dead_owner_is_void_once_the_clock_was_set_back(database: Database) -> None:
+def test_a_lease_of_a_dead_owner_is_void_once_the_clock_was_set_back(database):
     """Otherwise no process could take it until the clock has caught up, which may be hours."""
     with database.write() as connection:
         assert acquire_lease(connection, "reload", "dead", 10, NOW) == 1
@@ -214,7 +212,7 @@ def test_a_lease_of_a_dead_owner_is_void_once_the_clock_was_set_back(database: D
         assert acquire_lease(connection, "reload", "b", 10, NOW - 11 * SECOND) == 2
 
 
-def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(database: Database) -> None:
+def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(database):
     barrier = threading.Barrier(4)
     tokens: list[int | None] = []
 
@@ -231,7 +229,7 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     assert sorted(tokens, key=str) == [1, None, None, None]
 
 
-def test_a_connection_that_was_given_up_is_closed(silent_server: socket.socket) -> None:
+def test_a_connection_that_was_given_up_is_closed(silent_server):
     """A server that was stopped for a while must not find its places taken by connections that nobody uses."""
     port = silent_server.getsockname()[1]
     database = Database(f"postgresql://turnwise@127.0.0.1:{port}/turnwise", lock_timeout_seconds=1.0)
@@ -250,9 +248,7 @@ def test_a_connection_that_was_given_up_is_closed(silent_server: socket.socket) 
         database.close()
 
 
-async def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other_work(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from_other_work(database_url, monkeypatch):
     answers, asked = threading.Event(), threading.Event()
 
     def wait_for_an_answer(_: object) -> None:

@@ -20,7 +20,7 @@ REVISIONS = [script.revision for script in ScriptDirectory.from_config(alembic_c
 """All of them, oldest first."""
 
 
-def test_every_revision_goes_up_and_down_twice(empty_database_url: str) -> None:
+def test_every_revision_goes_up_and_down_twice(empty_database_url):
     database, config = Database(empty_database_url), alembic_config()
     for _ in range(2):
         database.upgrade()
@@ -33,12 +33,12 @@ def test_every_revision_goes_up_and_down_twice(empty_database_url: str) -> None:
     database.close()
 
 
-def test_the_migrated_tables_are_those_that_the_code_declares(database: Database) -> None:
+def test_the_migrated_tables_are_those_that_the_code_declares(database):
     with database.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
 
 
-def test_processes_that_upgrade_at_once_take_turns(empty_database_url: str) -> None:
+def test_processes_that_upgrade_at_once_take_turns(empty_database_url):
     program = "import sys; from turnwise.store.database import Database; Database(sys.argv[1]).upgrade()"
     root = str(Path(__file__).parents[3])
     processes = [
@@ -52,9 +52,7 @@ def test_processes_that_upgrade_at_once_take_turns(empty_database_url: str) -> N
     database.close()
 
 
-def test_a_new_sqlite_file_gets_its_tables_and_on_postgresql_the_error_names_the_command(
-    empty_database_url: str,
-) -> None:
+def test_a_new_sqlite_file_gets_its_tables_and_on_postgresql_the_error_names_the_command(empty_database_url):
     database = Database(empty_database_url)
     if database.dialect == "sqlite":
         assert database.prepare()
@@ -80,9 +78,7 @@ UNKNOWN = "UPDATE alembic_version SET version_num = '{}'"
         ("DELETE FROM policies", "another commit .*default policy"),
     ],
 )
-def test_tables_of_another_revision_or_commit_are_refused_and_the_error_says_how_to_move_them(
-    database: Database, change: str, named: str
-) -> None:
+def test_tables_of_another_revision_or_commit_are_refused_and_the_error_says_how_to_move_them(database, change, named):
     """Until 0.2 the one revision is that of many commits: the upgrade did nothing, and its keys got 401."""
     with database.write() as connection:
         connection.exec_driver_sql(change)
@@ -91,7 +87,7 @@ def test_tables_of_another_revision_or_commit_are_refused_and_the_error_says_how
             check()
 
 
-def test_another_programs_sqlite_file_gets_no_tables(tmp_path: Path) -> None:
+def test_another_programs_sqlite_file_gets_no_tables(tmp_path):
     database = Database(f"sqlite:///{tmp_path}/other.db")
     with database.write() as connection:
         connection.exec_driver_sql("CREATE TABLE songs (title TEXT)")

@@ -52,7 +52,7 @@ def newest(tmp_path: Path) -> Path:
     return path
 
 
-def test_sft_makes_imported_replies_more_probable(tmp_path: Path, model: Path) -> None:
+def test_sft_makes_imported_replies_more_probable(tmp_path, model):
     """4 replies of 4 tokens in 4 passes: 16 trained tokens a pass, none of which an engine could be compared with."""
     import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}] * 4)
     metrics = train(tmp_path, model, algorithm="sft")
@@ -62,7 +62,7 @@ def test_sft_makes_imported_replies_more_probable(tmp_path: Path, model: Path) -
     assert logprob(newest(tmp_path), GOOD) > logprob(model, GOOD) + 1.0
 
 
-def test_dpo_prefers_the_imported_preferred_output(tmp_path: Path, model: Path) -> None:
+def test_dpo_prefers_the_imported_preferred_output(tmp_path, model):
     outputs = {
         "preferred_output": [{"role": "assistant", "content": GOOD}],
         "non_preferred_output": [{"role": "assistant", "content": BAD}],
@@ -82,9 +82,7 @@ def test_dpo_prefers_the_imported_preferred_output(tmp_path: Path, model: Path) 
         {"algorithm": {"name": "dpo", "reference": "behaviour"}},
     ],
 )
-def test_a_trainer_with_a_loss_over_behaviour_logprobs_claims_no_imports(
-    changes: dict, tmp_path: Path, model: Path
-) -> None:
+def test_a_trainer_with_a_loss_over_behaviour_logprobs_claims_no_imports(changes, tmp_path, model):
     assert settings_for(tmp_path, model, **changes).algorithm.needs_behaviour
     import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}])
     database = Database(f"sqlite:///{tmp_path / 'ledger.db'}")

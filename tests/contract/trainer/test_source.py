@@ -235,9 +235,7 @@ def test_sessions_that_only_have_to_end_are_in_the_reason_of_the_wait(database):
     source.close()
 
 
-def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_one_is_loaded_again(
-    database: Database,
-) -> None:
+def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_one_is_loaded_again(database):
     """The trainer would go back and make the same version again, for ever."""
     with database.write() as connection:
         for version in range(4):

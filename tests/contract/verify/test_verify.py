@@ -45,7 +45,7 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/turnwise.db"
 
 
-def test_a_sound_database_has_no_mismatch(store: Database, url: str) -> None:
+def test_a_sound_database_has_no_mismatch(store, url):
     status, report = verify(url)
     assert (status, report["num_mismatches"]) == (0, 0)
     assert report["checked"] == {
@@ -74,7 +74,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("values", "field", "problem"), FAULTS.values(), ids=FAULTS.keys())
-def test_a_changed_turn_is_named(values: dict, field: str, problem: str, store: Database, url: str) -> None:
+def test_a_changed_turn_is_named(values, field, problem, store, url):
     with store.write() as connection:
         connection.execute(sa.update(turns).where(turns.c.turn_id == "s-t2").values(**values))
     status, report = verify(url)
@@ -84,7 +84,7 @@ def test_a_changed_turn_is_named(values: dict, field: str, problem: str, store: 
     assert problem in first["problem"]
 
 
-def test_a_turn_in_which_an_older_version_was_activated_is_sound(store: Database, url: str) -> None:
+def test_a_turn_in_which_an_older_version_was_activated_is_sound(store, url):
     """A roll back under a running call: version 2 sampled its first token and version 1 its last one."""
     with store.write() as connection:
         changed = sa.update(turns).where(turns.c.turn_id == "s-t2")
@@ -96,7 +96,7 @@ def test_a_turn_in_which_an_older_version_was_activated_is_sound(store: Database
     assert [each["place"] for each in problems if each["check"] == "structure"] == []
 
 
-def test_a_missing_turn_is_named(store: Database, url: str) -> None:
+def test_a_missing_turn_is_named(store, url):
     with store.write() as connection:
         connection.execute(sa.delete(turns).where(turns.c.turn_id == "s-t3"))
     status, report = verify(url)
@@ -106,7 +106,7 @@ def test_a_missing_turn_is_named(store: Database, url: str) -> None:
     ]
 
 
-def test_a_changed_weights_file_is_named(store: Database, tmp_path: Path, url: str) -> None:
+def test_a_changed_weights_file_is_named(store, tmp_path, url):
     file = tmp_path / "v000001" / "model.safetensors"
     file.write_bytes(b"Weights")
     status, report = verify(url)
@@ -114,7 +114,7 @@ def test_a_changed_weights_file_is_named(store: Database, tmp_path: Path, url: s
     assert [mismatch["place"] for mismatch in report["mismatches"]] == [str(file)]
 
 
-def test_a_pruned_version_is_reported_as_not_checked(store: Database, tmp_path: Path, url: str) -> None:
+def test_a_pruned_version_is_reported_as_not_checked(store, tmp_path, url):
     with store.write() as connection:
         publish_version(connection, PolicyVersion(version=2, path=str(tmp_path / "v000002")))
     status, report = verify(url)
@@ -122,7 +122,7 @@ def test_a_pruned_version_is_reported_as_not_checked(store: Database, tmp_path: 
     assert report["not_checked"] == {"policy versions whose files are gone": 1}
 
 
-def test_a_filter_limits_the_checked_turns(store: Database, url: str) -> None:
+def test_a_filter_limits_the_checked_turns(store, url):
     with store.write() as connection:
         connection.execute(sa.update(sessions).where(sessions.c.session_id == "other").values(num_turns=9))
     assert verify(url, "--session-id", "s")[0] == 0
@@ -130,9 +130,7 @@ def test_a_filter_limits_the_checked_turns(store: Database, url: str) -> None:
     assert verify(url, "--session-id", "unknown")[1]["checked"] == {"weights files": 1, "sessions": 0}
 
 
-def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_one_near_it(
-    store: Database, tmp_path: Path, url: str
-) -> None:
+def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_one_near_it(store, tmp_path, url):
     """The turns are of version 0. The engine was started with the directory of version 1, and no proxy loaded it."""
     with running_fake_engine() as engine:
         engine.state.model_path = str(tmp_path / "v000001")
@@ -145,7 +143,7 @@ def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_o
     assert (checked["turns with logprobs recomputed"], checked["of these under another version"]) == (6, 6)
 
 
-def test_an_unreachable_engine_is_reported_in_one_sentence(store: Database, url: str) -> None:
+def test_an_unreachable_engine_is_reported_in_one_sentence(store, url):
     result = invoke("verify", "--database", url, "--engine", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "cannot be reached" in result.stderr
@@ -178,7 +176,7 @@ def check(database: Database, database_url: str) -> tuple[int, Json]:
     return verify(database_url)
 
 
-def test_a_sound_ledger_has_no_mismatch(trained: Database, database_url: str) -> None:
+def test_a_sound_ledger_has_no_mismatch(trained, database_url):
     status, report = check(trained, database_url)
     assert (status, report["mismatches"], report["not_checked"]) == (0, [], {})
     checked = report["checked"]
@@ -211,7 +209,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("fault", "place"), CHANGED.values(), ids=CHANGED)
-def test_a_changed_value_is_named(fault: sa.Update, place: str, trained: Database, database_url: str) -> None:
+def test_a_changed_value_is_named(fault, place, trained, database_url):
     with trained.write() as connection:
         connection.execute(fault)
     status, report = check(trained, database_url)
@@ -219,7 +217,7 @@ def test_a_changed_value_is_named(fault: sa.Update, place: str, trained: Databas
     assert place in [mismatch["place"][-len(place) :] for mismatch in report["mismatches"]]
 
 
-def test_turns_and_reward_lines_without_a_digest_are_named(trained: Database, database_url: str) -> None:
+def test_turns_and_reward_lines_without_a_digest_are_named(trained, database_url):
     with trained.write() as connection:
         connection.execute(sa.update(turns).where(turns.c.turn_id == "a-t1").values(digest=None))
         connection.execute(sa.update(rewards).where(rewards.c.reward_id == 1).values(digest=None))
@@ -232,7 +230,7 @@ def test_turns_and_reward_lines_without_a_digest_are_named(trained: Database, da
     ]
 
 
-def test_an_update_with_deleted_sessions_is_reported_as_not_checked(trained: Database, database_url: str) -> None:
+def test_an_update_with_deleted_sessions_is_reported_as_not_checked(trained, database_url):
     with trained.write() as connection:
         connection.execute(sa.delete(trained_sessions).where(trained_sessions.c.advantages.contains("a-t2")))
     status, report = check(trained, database_url)

@@ -111,9 +111,7 @@ class Played:
     + [("openai", "environment")]
     + [pytest.param(name, "environment", marks=pytest.mark.slow) for name in PYTHON if name != "openai"],
 )
-def test_an_example_runs_and_is_one_exact_chain_or_its_turns_have_the_reason(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path, name: str, way: str
-) -> None:
+def test_an_example_runs_and_is_one_exact_chain_or_its_turns_have_the_reason(proxy, fake_engine, tmp_path, name, way):
     """A history that only grows is extended token by token.
 
     Where it is edited, each turn has its own chain, and the session's name in the URL joins them.
@@ -127,9 +125,7 @@ def test_an_example_runs_and_is_one_exact_chain_or_its_turns_have_the_reason(
 
 
 @pytest.mark.parametrize("way", ["line", pytest.param("environment", marks=pytest.mark.slow)])
-def test_the_node_example_runs_and_is_one_exact_chain(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, node_project: Path, way: str
-) -> None:
+def test_the_node_example_runs_and_is_one_exact_chain(proxy, fake_engine, node_project, way):
     played = Played(proxy, fake_engine)
     answer_as_scripted(fake_engine, "openai_node")
     program = node_project / f"agent-{os.getpid()}.mjs"
@@ -144,7 +140,7 @@ AGENTS = sorted(path for path in EXAMPLES.glob("*/*.py") if path.parent.name not
 
 
 @pytest.mark.parametrize("program", AGENTS, ids=lambda path: path.parent.name)
-def test_an_example_does_not_import_turnwise(program: Path) -> None:
+def test_an_example_does_not_import_turnwise(program):
     nodes = list(ast.walk(ast.parse(program.read_text())))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]

@@ -252,8 +252,8 @@ def num_trained(database: Database) -> int:
     [(3, 300, 1), pytest.param(8, 10_000, 6, marks=pytest.mark.slow)],
 )
 def test_every_experience_is_acked_exactly_once_under_kills_stops_and_clock_jumps(
-    database: Database, database_url: str, tmp_path: Path, num_trainers: int, num_experiences: int, num_rounds: int
-) -> None:
+    database, database_url, tmp_path, num_trainers, num_experiences, num_rounds
+):
     turn_ids = fill(database, num_experiences)
     with under_fire(database, database_url, tmp_path, num_trainers) as (crew, clock):
         jumps = itertools.cycle(JUMPS)

@@ -82,9 +82,7 @@ def sampled_versions(proxy: RunningProxy, name: str) -> set[int]:
 
 
 @pytest.mark.parametrize("fault", ["deadly", "hanging", "refused"])
-def test_a_version_that_breaks_the_first_engine_is_loaded_by_no_other(
-    proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path, fault: str
-):
+def test_a_version_that_breaks_the_first_engine_is_loaded_by_no_other(proxy, engines, tmp_path, fault):
     publish_weights(proxy, tmp_path / fault, 2)
     failed = wait_for_status(proxy, 2, "failed")
     assert "version 2 was not loaded" in failed["error"]
@@ -104,9 +102,7 @@ def test_a_version_that_breaks_the_first_engine_is_loaded_by_no_other(
     )
 
 
-def test_calls_that_wait_for_an_engine_that_dies_are_served_by_another(
-    proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
-):
+def test_calls_that_wait_for_an_engine_that_dies_are_served_by_another(proxy, engines, tmp_path):
     """Calls that the engine has not received wait while it loads, and move to the other when it dies."""
     publish_weights(proxy, late := tmp_path / "late", 2)
     wait_until((late / LOADING).exists, "the first engine is loading")
@@ -121,7 +117,7 @@ def test_calls_that_wait_for_an_engine_that_dies_are_served_by_another(
 
 
 def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_brought_up_to_date(
-    proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
+    proxy, engines, tmp_path
 ):
     """The first engine shows that the version is good. The second restarts with its original weights and loads it."""
     publish_weights(proxy, tmp_path / "follower", 2)
@@ -138,9 +134,7 @@ def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_br
     assert sampled_versions(proxy, "both") == {2}
 
 
-def test_calls_in_flight_to_an_engine_that_dies_fail_with_an_error_and_later_calls_go_to_another(
-    proxy: RunningProxy, engines: list[BreakableEngine]
-):
+def test_calls_in_flight_to_an_engine_that_dies_fail_with_an_error_and_later_calls_go_to_another(proxy, engines):
     text = "a long story " * 40
     with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
         running = [executor.submit(call, proxy, f"doomed-{number}", text) for number in range(NUM_SESSIONS)]

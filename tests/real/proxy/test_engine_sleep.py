@@ -59,7 +59,7 @@ async def follow_until_computing(process: Process, trainer: Trainer) -> None:
 
 @pytest.mark.parametrize(("level", "reloads"), [(1, ["v1"]), (2, ["v1", "v1"])])
 async def test_an_engine_sleeps_while_the_trainer_computes_and_wakes_with_the_served_version(
-    stage: Stage, process: Process, level, reloads
+    stage, process, level, reloads
 ):
     """At level 2 its weights are lost, and loaded before sampling resumes. A call in between waits and is answered."""
     engine = stage.engines[0]
@@ -86,7 +86,7 @@ async def test_an_engine_sleeps_while_the_trainer_computes_and_wakes_with_the_se
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_an_engine_wakes_when_the_trainer_dies(stage: Stage, process: Process, level):
+async def test_an_engine_wakes_when_the_trainer_dies(stage, process, level):
     trainer = Trainer(stage, level)
     await follow_until_computing(process, trainer)
     trainer.server.close()  # what is left of a killed trainer: an address without an answer
@@ -96,9 +96,7 @@ async def test_an_engine_wakes_when_the_trainer_dies(stage: Stage, process: Proc
     trainer.end()
 
 
-async def test_a_proxy_that_finds_an_engine_asleep_wakes_it_once_no_trainer_needs_its_memory(
-    stage: Stage, process: Process
-):
+async def test_a_proxy_that_finds_an_engine_asleep_wakes_it_once_no_trainer_needs_its_memory(stage, process):
     """The process before it was killed while the engine slept at level 2."""
     trainer = Trainer(stage, 2)
     await follow_until_computing(process, trainer)

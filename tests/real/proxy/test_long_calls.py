@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def decode_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALSO_SLOW else name for name in CALLS]
 )
-def test_a_long_request_is_answered_and_stored_whole(name: str, tmp_path: Path):
+def test_a_long_request_is_answered_and_stored_whole(name, tmp_path):
     """Also under a key: the same request again gets the same answer, another one is refused."""
     path, body, id_field = CALLS[name]
     keyed = {"idempotency-key": "k"}
@@ -59,7 +58,7 @@ def test_a_long_request_is_answered_and_stored_whole(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["chat", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name != "chat")]
 )
-def test_a_request_with_too_many_strings_is_refused_with_the_limit(name: str, tmp_path: Path):
+def test_a_request_with_too_many_strings_is_refused_with_the_limit(name, tmp_path):
     path, body, _ = CALLS[name]
     with in_process_proxy(tmp_path, max_json_strings=9_000) as (http, _):
         refused = http.post(path, json=body)

@@ -37,7 +37,7 @@ FIRST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id and not 
 @pytest.mark.parametrize(
     "source", ["{% for m in messages %}<{{ loop.index }}>{{ m.content }}<|im_end|>{% endfor %}", FIRST_CALL]
 )
-def test_a_template_that_numbers_its_messages_or_reads_early_calls_is_rendered_whole(source: str):
+def test_a_template_that_numbers_its_messages_or_reads_early_calls_is_rendered_whole(source):
     """The second one names a result by the first call with its id: of calls with the same id, not the reply's."""
     assert template_from(source).shortens_tools is None
 
@@ -52,7 +52,7 @@ def work(number: int) -> list[dict]:
 
 @pytest.mark.parametrize("num_calls", [5, 20])
 @pytest.mark.parametrize("late", [[], [{"role": "tool", "tool_call_id": "c2", "content": "late"}]])
-def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, late: list[dict]):
+def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls, late):
     """After a result of the reply's own call or in its place, also where the kind of conversation is known."""
     template = template_from(LAST_CALL)
     assert template.shortens_tools is not None
@@ -70,7 +70,7 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, lat
 @pytest.mark.parametrize(
     "family", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"]
 )
-def test_the_templates_of_widely_used_models_can_be_rendered_in_short(family: str):
+def test_the_templates_of_widely_used_models_can_be_rendered_in_short(family):
     assert shortened(family).shortens_tools is not None
 
 

@@ -24,9 +24,7 @@ from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
 from turnwise.version_directory import base_version
 
 
-async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds_up_no_round(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds_up_no_round(stage, monkeypatch):
     """The proxy did not start, and the engines and policies were not looked at any more."""
     answers = threading.Event()
 
@@ -48,7 +46,7 @@ async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds
         answers.set()
 
 
-async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
+async def test_the_newest_version_is_loaded_by_every_engine_once(stage):
     """A round without a change loads nothing; skipped versions stay published."""
     async with stage.process() as process:
         await process.follow()
@@ -66,7 +64,7 @@ async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
 @pytest.mark.parametrize(("num_errors", "status"), [(2, "active"), (3, "failed")])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_version(
-    stage: Stage, monkeypatch, share: float, num_errors: int, status: str
+    stage, monkeypatch, share, num_errors, status
 ):
     """Also where the version is to be tried by a share of the sessions first."""
     monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
@@ -90,7 +88,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
 
 
 async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serves_it_and_newer_versions(
-    stage: Stage, monkeypatch
+    stage, monkeypatch
 ):
     """The engines' labels say what they have loaded, so nothing has to be read before calls are served."""
     monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
@@ -112,7 +110,7 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
         answers.set()
 
 
-async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(stage: Stage):
+async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(stage):
     """No engine loads it, and it is not tried again, pinned or not; the reason stays readable until a version works."""
     async with stage.process() as process:
         await process.serve(1)
@@ -129,9 +127,7 @@ async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(st
 
 
 @pytest.mark.parametrize(("num_failures", "status"), [(1, "active"), (2, "active"), (3, "failed")])
-async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
-    stage: Stage, monkeypatch, num_failures: int, status: str
-):
+async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(stage, monkeypatch, num_failures, status):
     """One short lack of memory must not mark the version failed for good."""
     monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
     left = [num_failures]
@@ -157,7 +153,7 @@ def steal_lease(stage: Stage, token: int | None) -> None:
         assert processes.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
 
 
-async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_writes_nothing(stage: Stage):
+async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_writes_nothing(stage):
     """Without this check the loss is noticed after the loads, which then run concurrently with the new driver's."""
     async with stage.process() as process:
         stage.publish(1)
@@ -176,7 +172,7 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
         assert stage.statuses() == ["published"]
 
 
-async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(stage: Stage):
+async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(stage):
     async with stage.process() as process:
         stage.publish(1)
         await process.writer.do(serving.serving_states)  # the writing process has started
@@ -187,7 +183,7 @@ async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_be
         assert stage.statuses() == ["published"]
 
 
-async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it_has_the_active_version(stage: Stage):
+async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it_has_the_active_version(stage):
     """A restarted engine has its original weights and no label; one whose driver died during a load has no version."""
     async with stage.process() as process:
         await process.serve(1)
@@ -202,7 +198,7 @@ async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it
         assert stage.loads == [["v1"], ["v1"] * 3]
 
 
-async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_is_resumed(stage: Stage):
+async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_is_resumed(stage):
     stage.publish(1)
     async with stage.process() as process:
         await process.follow()
@@ -215,7 +211,7 @@ async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_
 
 @pytest.mark.parametrize("kind", PolicyKind)
 async def test_an_engine_that_computes_something_else_than_was_published_gets_no_calls_until_it_loads_it_right(
-    stage: Stage, kind: PolicyKind
+    stage, kind
 ):
     """The other engine shows that the version is good. The label or the adapter's name must not admit it again."""
     async with stage.process() as process:
@@ -233,7 +229,7 @@ async def test_an_engine_that_computes_something_else_than_was_published_gets_no
 
 
 async def test_an_engine_whose_last_good_version_cannot_be_restored_while_the_store_is_away_gets_no_calls(
-    stage: Stage, monkeypatch
+    stage, monkeypatch
 ):
     """It is paused and has no version then; the next round restores it."""
     async with stage.process() as process:
@@ -256,7 +252,7 @@ async def test_an_engine_whose_last_good_version_cannot_be_restored_while_the_st
         assert stage.engines[0].state.running.is_set()
 
 
-async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: Stage):
+async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage):
     """At the start and later; the others keep serving."""
     port = free_port()
     stage.engines[1] = dataclasses.replace(stage.engines[1], url=f"http://127.0.0.1:{port}")
@@ -276,7 +272,7 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
         assert "cannot be reached" in (second.problem or "")  # from the round on that takes it out
 
 
-async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_zero(stage: Stage):
+async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_zero(stage):
     """The trial runs beside the served adapter; a pin serves a version to all, and a share of zero means no trial."""
     async with stage.process(canary_share=0.5) as process:
         await process.serve(1, kind=PolicyKind.LORA)
@@ -301,7 +297,7 @@ def versions_sampled(pool: EnginePool) -> set[int]:
     return {pool.lane(Session(session_id=f"s{number}")).version for number in range(64)}
 
 
-async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_chosen(stage: Stage):
+async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_chosen(stage):
     """An engine may hold the weights of the trial already: its start failed, and the next attempt succeeds."""
     async with stage.process(canary_share=0.5) as process:
         await process.serve(1)
@@ -318,7 +314,7 @@ async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_ch
 
 
 @pytest.mark.parametrize("pinned", [1, 2])
-async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_trial(stage: Stage, pinned: int):
+async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_trial(stage, pinned):
     async with stage.process(canary_share=0.5) as process:
         await process.serve(1)
         stage.publish(2)

@@ -24,9 +24,7 @@ SHARE = 0.5
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.FULL, PolicyKind.LORA])
-async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_ones_are_served(
-    stage: Stage, kind: PolicyKind
-) -> None:
+async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_ones_are_served(stage, kind):
     """Whole weights keep one of two engines for it. A held-out session is not trained; one of a group is not taken."""
     async with stage.process(holdout_share=SHARE) as process:
         await process.serve(1, 2, 3, kind=kind)
@@ -52,15 +50,13 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
 @pytest.mark.parametrize(
     ("kind", "statuses"), [(PolicyKind.LORA, ["holdout", "active"]), (PolicyKind.FULL, ["retired", "active"])]
 )
-async def test_by_default_adapters_have_a_hold_out_and_whole_weights_keep_their_engines(
-    stage: Stage, kind: PolicyKind, statuses: list[str]
-) -> None:
+async def test_by_default_adapters_have_a_hold_out_and_whole_weights_keep_their_engines(stage, kind, statuses):
     async with stage.process() as process:
         await process.serve(1, 2, kind=kind)
         assert stage.statuses() == statuses
 
 
-async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_again(stage: Stage) -> None:
+async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_again(stage):
     async with stage.process(holdout_share=SHARE) as process:
         await process.serve(1, 2)
         assert stage.statuses() == ["holdout", "active"]
@@ -78,14 +74,14 @@ async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_a
         assert process.versions == [2, 2]
 
 
-async def test_one_engine_with_whole_weights_has_no_hold_out(stage: Stage) -> None:
+async def test_one_engine_with_whole_weights_has_no_hold_out(stage):
     stage.engines.pop()
     async with stage.process(holdout_share=SHARE) as process:
         await process.serve(1, 2)
         assert stage.statuses() == ["retired", "active"]
 
 
-async def test_an_engine_that_takes_no_adapters_any_more_is_not_admitted_for_a_held_out_base(stage: Stage) -> None:
+async def test_an_engine_that_takes_no_adapters_any_more_is_not_admitted_for_a_held_out_base(stage):
     """It has the base, which some sessions stay on, and the calls of all others would fail on it."""
     async with stage.process(holdout_share=SHARE) as process:
         with stage.database.write() as connection:
@@ -110,8 +106,8 @@ async def test_an_engine_that_takes_no_adapters_any_more_is_not_admitted_for_a_h
     ("gain", "statuses"), [(1.0, ["holdout", "retired", "active"]), (9.0, ["retired", "holdout", "active"])]
 )
 async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_moves_it_on(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, gain: float, statuses: list[str]
-) -> None:
+    stage, monkeypatch, gain, statuses
+):
     """With 8 sessions a side or so the interval is about ± 1.3; a session of a group counts for neither side."""
     monkeypatch.setattr("proxy.reload.arms.LIFT_SECONDS", 0.0)
     monkeypatch.setattr("proxy.reload.verdict.MIN_REWARDS", 2)
@@ -147,7 +143,7 @@ def _turn(session_id: str, version: int) -> Turn:
     return dataclasses.replace(turn, turn_id=f"t-{session_id}")
 
 
-def test_the_interval_of_a_lift_is_that_of_the_confidence_sequence() -> None:
+def test_the_interval_of_a_lift_is_that_of_the_confidence_sequence():
     """By hand, for 8 rewards each, 4 of them 1: both variances are 2/7, s = √(2 · (2/7) / 8) = 0.26726.
 
     ρ² = (2 · 2.99573 + log 5.99146 + 1) / 500 = (5.99146 + 1.79033 + 1) / 500 = 0.0175636, n ρ² = 16 · 0.0175636 =
@@ -162,7 +158,7 @@ def test_the_interval_of_a_lift_is_that_of_the_confidence_sequence() -> None:
     assert lift(few, few) == {}
 
 
-def test_the_interval_of_a_lift_holds_at_every_look() -> None:
+def test_the_interval_of_a_lift_holds_at_every_look():
     """Of 200 pairs of equal arms that are looked at after every tenth session, few ever exclude 0."""
     wrong = 0
     for seed in range(200):
@@ -193,9 +189,7 @@ async def on_trial(stage: Stage) -> AsyncIterator[Process]:
 
 
 @pytest.mark.parametrize("kind", PolicyKind)
-async def test_a_session_of_a_trial_gets_its_version_at_a_worker_that_has_not_read_of_the_trial(
-    stage: Stage, kind: PolicyKind
-):
+async def test_a_session_of_a_trial_gets_its_version_at_a_worker_that_has_not_read_of_the_trial(stage, kind):
     async with two_workers(stage, kind) as (driver, other):
         _, before = await driver.open_sessions("before")
         assert len(before) == 16
@@ -210,7 +204,7 @@ async def test_a_session_of_a_trial_gets_its_version_at_a_worker_that_has_not_re
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-async def test_no_worker_serves_a_trial_that_another_has_ended(stage: Stage, is_good: bool):
+async def test_no_worker_serves_a_trial_that_another_has_ended(stage, is_good):
     """A session that has left the trial at one worker cannot return to it at another."""
     async with two_workers(stage, PolicyKind.LORA) as (driver, other):
         await driver.follow()
@@ -225,7 +219,7 @@ async def test_no_worker_serves_a_trial_that_another_has_ended(stage: Stage, is_
             assert await process.versions_of(taken + control) == {2 if is_good else 1}
 
 
-async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage: Stage):
+async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage):
     """At the other worker a call runs on the engine of the trial, so the load waits until the call has ended."""
     async with two_workers(stage, PolicyKind.FULL) as (driver, other), asyncio.timeout(60):
         _, before = await driver.open_sessions("before")
@@ -249,7 +243,7 @@ async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage:
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["the control's engine", "the trial's engine"])
-async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage, monkeypatch, lost: int):
+async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage, monkeypatch, lost):
     """Otherwise all later versions would wait for an engine that may never come back."""
     monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
     async with on_trial(stage) as driver:
@@ -270,7 +264,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
         assert (driver.versions[1 - lost], driver.reloader.problem) == (2, None)
 
 
-async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage: Stage, monkeypatch):
+async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage, monkeypatch):
     """Before it no session outside the trial samples with the new version, also not at the driver."""
     monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
     async with stage.process(

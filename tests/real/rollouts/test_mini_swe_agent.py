@@ -9,9 +9,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from support.proxies import RunningProxy
 from support.rollout_agents import finished_run
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise_fake_engine import Reply, Rule
 
 from turnwise.client import Client
 from turnwise.default_models import trail
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="mini-swe-agent is n
 
 
 def test_each_session_is_one_exact_chain_and_commands_get_only_the_variables_that_they_need(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path, monkeypatch
+    proxy, fake_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("A_SECRET", "hunter2")
     task = trail.FORMATS["shell_trail"].for_agent(trail.make_task("eval", 0, 0))

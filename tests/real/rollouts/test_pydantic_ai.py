@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from support.proxies import RunningProxy
 from support.rollout_agents import finished_run, write_tasks
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from examples.demos.agent import AgentDemo, AgentDemoSettings
 from turnwise.client import Client
@@ -20,9 +19,7 @@ TYPED = trail.FORMATS["typed_trail"]
 AGENT = Path("examples/pydantic_ai/trail.py")
 
 
-def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_schema(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path
-):
+def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_schema(proxy, fake_engine, tmp_path):
     task = TYPED.for_agent(trail.make_task("eval", 0, 0))
     answers = Reply(text=f'The answer is "{task["answer"]}".')
     fake_engine.answer(Rule(reply=answers))
@@ -43,9 +40,7 @@ def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_s
     assert {turn["sampling"]["temperature"] for turn in turns} == {0}, "held-out tasks are played greedily"
 
 
-def test_a_call_that_cannot_be_parsed_ends_the_run_without_a_reward_on_one_chain(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path
-):
+def test_a_call_that_cannot_be_parsed_ends_the_run_without_a_reward_on_one_chain(proxy, fake_engine, tmp_path):
     """In 4,848 sessions of a policy that learnt, one had such a call, and pydantic-ai sent it back changed."""
     fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="lookup", arguments='{"name": "')])))
     tasks = write_tasks(tmp_path, TYPED.for_agent(trail.make_task("train", 0, 0)))

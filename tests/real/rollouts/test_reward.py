@@ -15,7 +15,7 @@ from support.commands import run_turnwise
 from support.proxies import RunningProxy
 from support.rollout_agents import write_program
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise_fake_engine import Reply, Rule
 
 from turnwise.client import Client
 from turnwise.processes.stack import command
@@ -160,9 +160,7 @@ def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward
     assert (tmp_path / "asked").read_text() == ("x" if point == "after the post" else "xx")
 
 
-def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(
-    proxy, client, fake_engine: RunningFakeEngine, tmp_path
-):
+def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(proxy, client, fake_engine, tmp_path):
     """The served model judges; two votes of 8 and 6 make 0.7; its own calls are in an eval session."""
     play(client, "s0", "hello")
     fake_engine.answer(Rule(contains="Is it polite?", reply=Reply(text='{"number": 1, "score": 8}'), count=1))
@@ -195,7 +193,7 @@ def test_a_relative_judge_compares_a_group_in_both_orders(proxy, client, fake_en
 
 
 def test_a_judge_that_disagrees_with_known_outcomes_posts_nothing_and_kept_answers_are_not_asked_for_again(
-    proxy, client, fake_engine: RunningFakeEngine, tmp_path
+    proxy, client, fake_engine, tmp_path
 ):
     """It prefers `bad` to `good`. With the outcomes swapped it agrees, on the kept answers, and rewards all three."""
     for name in ("good", "bad", "new"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import sqlalchemy as sa
 from support.commands import invoke
@@ -18,8 +16,8 @@ from turnwise.types import PolicyVersion
 
 
 def test_a_copy_has_every_row_is_resumed_and_numbers_its_next_rows_after_them(
-    empty_database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    empty_database_url, tmp_path, monkeypatch
+):
     monkeypatch.setattr(copying, "ROWS_AT_ONCE", 2)
     source = captured(tmp_path)
     for number in range(5):

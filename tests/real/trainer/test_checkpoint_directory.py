@@ -213,7 +213,7 @@ class TwoProcesses:
         return [item, ("host-b", self._is_shared_there)]
 
 
-def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place: Path):
+def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place):
     first = Checkpoints(place, keep=1)
     first.open()
     check_shared(first, TwoProcesses(is_shared_there=True))
@@ -225,7 +225,7 @@ def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place:
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 10)])
-def test_a_state_counts_as_written_only_once_every_processs_shards_are_there(place: Path, monkeypatch, damage):
+def test_a_state_counts_as_written_only_once_every_processs_shards_are_there(place, monkeypatch, damage):
     """Here they are lost between the processes' writing and the first one's look."""
     save = state_dict_saver.save
 

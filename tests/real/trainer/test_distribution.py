@@ -263,7 +263,7 @@ SMOLLM2 = pytest.mark.skipif(not is_installed(), reason="needs the packages gguf
     ],
 )
 def test_every_kind_of_sampling_is_computed_again_within_a_ten_thousandth_of_a_nat(
-    request: pytest.FixtureRequest, start_proxy: StartProxy, tmp_path: Path, is_pretrained: bool, size: int
+    request, start_proxy, tmp_path, is_pretrained, size
 ):
     """Of top-k, top-p and min-p a token may have no support. A schema or penalty that was not asked for shows."""
     if not is_pretrained:
@@ -314,9 +314,7 @@ def report(table: dict[str, tuple[int, int, float]], kinds: Iterable[str] = KIND
     print(f"{counts[1]} of {counts[0]} sampled tokens carry loss, largest gap {largest:.2g} nats")
 
 
-def test_all_tokens_carry_loss_under_what_the_agents_of_the_table_ask_for(
-    engine: RunningEngine, start_proxy: StartProxy
-):
+def test_all_tokens_carry_loss_under_what_the_agents_of_the_table_ask_for(engine, start_proxy):
     """Each distinct cell of the column `samples with` of docs/agents.md is a kind, played in every dialect."""
     rows = json.loads(VERDICTS.read_text()).values()
     cells = collections.Counter(row["cells"].get("samples with") for row in rows)
@@ -348,9 +346,7 @@ def asked_by(cell: str) -> Json:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_what_an_engine_was_told_about_grammars_is_replayed_or_named(
-    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, backend: str
-):
+def test_what_an_engine_was_told_about_grammars_is_replayed_or_named(engine, start_proxy, tmp_path, backend):
     """One writes JSON without white space; the other masks by another library, which is not replayed."""
     told = ("--structured-outputs-config", f'{{"backend": "{backend}", "disable_any_whitespace": true}}')
     with running_engine(engine.model_dir, tmp_path / "log", *told) as compact:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import RunningEngine, running_engine
-from support.proxies import StartProxy
+from support.engines import running_engine
 from support.running_trainer import GROUP_SIZE, GROUPS, running_trainer, wait_for_version
 from support.served_vision import make_served_model, picture, shown
 from support.waiting import wait_until
@@ -49,9 +47,7 @@ def play(client: Client, number: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_images_are_trained_at_the_engines_logprobs_and_published(
-    seeing: RunningEngine, start_proxy: StartProxy, tmp_path: Path, kind: str
-):
+def test_images_are_trained_at_the_engines_logprobs_and_published(seeing, start_proxy, tmp_path, kind):
     """Version 0 and version 1 sample; the engine has seen the first image before the load."""
     proxy = start_proxy(seeing.url)
     with Client(proxy.url) as client, running_trainer(proxy, seeing.model_dir, tmp_path, "--kind", kind):

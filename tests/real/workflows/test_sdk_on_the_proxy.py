@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import httpx2
 import pytest
-from support.engines import RunningEngine
 
 from turnwise.client import AsyncClient, Client
 from turnwise.workflows import (
@@ -95,7 +94,7 @@ def check_ledger(client, episodes, ids):
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_256_parallel_runs_on_a_real_engine_are_captured_exactly(engine: RunningEngine, start_proxy):
+def test_256_parallel_runs_on_a_real_engine_are_captured_exactly(engine, start_proxy):
     proxy = start_proxy(engine.url)
     ids = [f"task-{index // 4}" for index in range(256)]
     with Client(proxy.url) as client:

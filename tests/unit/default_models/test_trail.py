@@ -19,7 +19,7 @@ def follow_bosses(task: trail.TrailTask) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("index", range(50))
-def test_following_each_boss_gives_the_answer_after_num_hops_lookups(index: int):
+def test_following_each_boss_gives_the_answer_after_num_hops_lookups(index):
     """The shortest solution takes `num_hops` lookups, and one more is allowed."""
     task = trail.make_task("train", index, seed=3)
     assert follow_bosses(task) == (task.answer, task.num_hops)
@@ -27,7 +27,7 @@ def test_following_each_boss_gives_the_answer_after_num_hops_lookups(index: int)
 
 
 @pytest.mark.parametrize("index", range(50))
-def test_a_friend_never_leads_to_the_answer(index: int):
+def test_a_friend_never_leads_to_the_answer(index):
     """From a friend on the trail no sequence of lookups reaches a record with the answer."""
     task = trail.make_task("eval", index, seed=0)
     on_trail = {name for name, record in task.records.items() if record.get("city") == task.answer}
@@ -69,7 +69,7 @@ def test_a_task_depends_only_on_its_split_its_index_and_its_seed():
         ("", 0.0),
     ],
 )
-def test_only_the_answer_in_the_requested_form_is_rewarded(text: str, expected: float):
+def test_only_the_answer_in_the_requested_form_is_rewarded(text, expected):
     """The reward is 0 or 1; naming several cities earns nothing."""
     task = trail.make_task("eval", 0, seed=0)
     assert trail.reward(task, text.replace("{answer}", task.answer)) == expected

@@ -58,7 +58,7 @@ def test_names_and_cities_of_held_out_tasks_are_in_no_training_task_and_not_in_t
         ("", 0.0),
     ],
 )
-def test_only_the_command_with_the_right_city_is_rewarded(text: str, expected: float):
+def test_only_the_command_with_the_right_city_is_rewarded(text, expected):
     task = bosses.make_task("eval", 0, seed=0)
     assert bosses.reward(task, text.replace("{answer}", task.answer)) == expected
 
@@ -88,7 +88,7 @@ def test_a_control_gives_every_reward_to_another_session():
 @pytest.mark.parametrize(
     ("control", "after", "is_met"), [(False, 0.92, True), (False, 0.35, False), (True, 0.02, True), (True, 0.92, False)]
 )
-def test_the_demo_must_learn_and_its_control_must_not(control: bool, after: float, is_met: bool):
+def test_the_demo_must_learn_and_its_control_must_not(control, after, is_met):
     report = Report(title="", seed=0, reward_before=0.3, reward_after=after)
     assert (RealDemoSettings(control=control).missed(report) is None) is is_met
 
@@ -102,7 +102,7 @@ def test_each_answer_is_right_for_one_preference_alone():
 
 
 @pytest.mark.parametrize(("num", "num_solved", "expected"), [(32, 32, 0.0536), (64, 18, 0.1076), (96, 27, 0.0884)])
-def test_the_interval_of_a_held_out_reward_is_wilsons(num: int, num_solved: int, expected: float):
+def test_the_interval_of_a_held_out_reward_is_wilsons(num, num_solved, expected):
     """1.96 / (1 + 1.96²/32) · √(1.96² / (4 · 32²)) = 0.0536: a reward of 1 over 32 tasks is not certain."""
     assert margin([played(float(index < num_solved)) for index in range(num)]) == pytest.approx(expected, abs=2e-3)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,9 +61,7 @@ def reward_of(name: str, task: dict, replies: list) -> float:
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
-    name: str, size: str, tmp_path, monkeypatch
-):
+def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(name, size, tmp_path, monkeypatch):
     if size == "recipe" and name in ("gsm8k", "coding"):
         (tmp_path / settings_of(name, size).options["directory"]).mkdir()
         for file in ("train", "test"):
@@ -94,7 +91,7 @@ def test_a_recipe_makes_the_same_tasks_again_and_held_out_ones_of_other_words(
         ("coding", "ONE_LINE"),
     ],
 )
-def test_no_word_of_a_held_out_task_is_in_a_training_task(name: str, words: str):
+def test_no_word_of_a_held_out_task_is_in_a_training_task(name, words):
     """For code the words are whole questions."""
     splits = {
         split: set(text.split() if isinstance(text, str) else text)
@@ -121,7 +118,7 @@ REVERSED = "<reversed_text>cba fed</reversed_text>"
         ({"unit": "word", "answer": '"c" "b" "a"'}, "", 0.0),
     ],
 )
-def test_the_reward_of_reversed_text_is_the_share_that_matches(fields: dict, reply: str, expected: float):
+def test_the_reward_of_reversed_text_is_the_share_that_matches(fields, reply, expected):
     assert module_of("reverse-text").reward(fields, reply) == pytest.approx(expected)
 
 
@@ -136,7 +133,7 @@ def test_the_reward_of_reversed_text_is_the_share_that_matches(fields: dict, rep
         (["<sorted>Ann\nZoe</sorted>"], 0.0),
     ],
 )
-def test_the_reward_of_sorted_names_is_the_eighth_power_of_the_similarity(replies: list[str], expected: float):
+def test_the_reward_of_sorted_names_is_the_eighth_power_of_the_similarity(replies, expected):
     module = module_of("alphabet-sort")
     task = {"opening": [], "turns": ["Zoe\nAnn", "Bob"], "answer": ["Ann\nZoe", "Ann\nBob\nZoe"], "quoted": False}
     if len(replies) == len(task["turns"]):
@@ -147,7 +144,7 @@ def test_the_reward_of_sorted_names_is_the_eighth_power_of_the_similarity(replie
 
 
 @pytest.mark.parametrize(("reply", "expected"), [('"Ann" "Zoe"\n', 1.0), ('"Zoe" "Ann"', 0.0), ("Ann Zoe", 0.0)])
-def test_two_quoted_names_are_in_order_or_not(reply: str, expected: float):
+def test_two_quoted_names_are_in_order_or_not(reply, expected):
     task = {"opening": [], "turns": ['"Zoe" "Ann"'], "answer": ['"Ann" "Zoe"'], "quoted": True}
     assert reward_of("alphabet-sort", task, [reply]) == expected
 
@@ -164,7 +161,7 @@ def test_two_quoted_names_are_in_order_or_not(reply: str, expected: float):
         ("packed", [("cancel", "mug"), ("cancel", "mug"), "It is cancelled."], 0.0),
     ],
 )
-def test_the_shop_rewards_the_right_change_and_no_other(state: str, replies: list, expected: float):
+def test_the_shop_rewards_the_right_change_and_no_other(state, replies, expected):
     module = module_of("shop")
     done = module.DONE[state]
     task = {"question": "The mug?", "orders": {"mug": state, "pen": "packed"}, "by_text": False}
@@ -197,7 +194,7 @@ def test_the_shops_text_commands_end_with_the_change():
         ("42 by command", ["42"], 0.0),
     ],
 )
-def test_the_last_number_of_a_solution_counts_or_the_command_that_answers(answer: str, replies: list, expected: float):
+def test_the_last_number_of_a_solution_counts_or_the_command_that_answers(answer, replies, expected):
     number, by_text, _ = answer.partition(" by command")
     assert reward_of("gsm8k", {"question": "?", "answer": number, "by_text": bool(by_text)}, replies) == expected
 
@@ -212,7 +209,7 @@ def test_the_last_number_of_a_solution_counts_or_the_command_that_answers(answer
         ("__import__('os').getcwd()", "error: only numbers, + - * / and parentheses are allowed"),
     ],
 )
-def test_the_calculator_calculates_and_runs_no_code(expression: str, result: str):
+def test_the_calculator_calculates_and_runs_no_code(expression, result):
     assert module_of("gsm8k").calculate(expression) == result
 
 
@@ -225,7 +222,7 @@ def test_the_calculator_calculates_and_runs_no_code(expression: str, result: str
         ("eerie", "crane", "XXYXG"),
     ],
 )
-def test_a_letter_is_marked_as_often_as_the_word_has_it(guess: str, word: str, expected: str):
+def test_a_letter_is_marked_as_often_as_the_word_has_it(guess, word, expected):
     assert module_of("wordle").marks(guess, word) == expected
 
 
@@ -240,7 +237,7 @@ def test_a_letter_is_marked_as_often_as_the_word_has_it(guess: str, word: str, e
         (["crane"], 0.0),
     ],
 )
-def test_the_word_is_rewarded_and_letters_in_their_place_a_little(replies: list[str], expected: float):
+def test_the_word_is_rewarded_and_letters_in_their_place_a_little(replies, expected):
     task = {"choice": False, "question": "?", "max_guesses": 6, "word": "crane", "answer": "crane"}
     assert reward_of("wordle", task, replies) == pytest.approx(expected)
 
@@ -249,19 +246,19 @@ def test_the_word_is_rewarded_and_letters_in_their_place_a_little(replies: list[
     ("replies", "expected"),
     [(['guess("red")', 'guess("blue")'], 1.0), (['guess("red")'] * 3, 0.0), (["blue"], 0.0)],
 )
-def test_one_of_four_words_is_right_or_not(replies: list[str], expected: float):
+def test_one_of_four_words_is_right_or_not(replies, expected):
     task = {"choice": True, "question": "?", "max_guesses": 3, "word": "blue", "answer": "blue"}
     assert reward_of("wordle", task, replies) == expected
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_what_a_model_forgot_is_measured_with_its_own_replies_only(name: str):
+def test_what_a_model_forgot_is_measured_with_its_own_replies_only(name):
     """The replies are those of SmolLM2-135M-Instruct, which a recipe for a GPU neither serves nor builds."""
     demo, report = RecipeDemo(settings_of(name, "recipe"), print), Report(title="", seed=0, reward_before=0.0)
     asyncio.run(demo._complete(report))
     assert report.forgetting is None
 
 
-def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path: Path):
+def test_an_unknown_recipe_is_refused_with_the_names_of_all(tmp_path):
     with pytest.raises(SettingsError, match="alphabet-sort, coding, gsm8k, reverse-text, shop, wordle"):
         find_recipe(tmp_path.name)

@@ -24,7 +24,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-def test_a_conversation_becomes_a_line_of_openais_format(database: Database, tmp_path: Path) -> None:
+def test_a_conversation_becomes_a_line_of_openais_format(database, tmp_path):
     first, second = lines_of(export(tmp_path, "--format", "openai"))
     assert first["messages"] == [
         {"role": "system", "content": "Be brief."},
@@ -37,9 +37,7 @@ def test_a_conversation_becomes_a_line_of_openais_format(database: Database, tmp
     assert [message["role"] for message in second["messages"]][-2:] == ["user", "assistant"]
 
 
-def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens(
-    database: Database, tmp_path: Path
-) -> None:
+def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens(database, tmp_path):
     with database.write() as connection:
         asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
         said = {"role": "assistant", "content": "tom"}
@@ -69,7 +67,7 @@ def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens
 
 
 @pytest.mark.parametrize("format_name", ["jsonl", "sessions", "openai", "parquet", "hf"])
-def test_the_same_input_gives_the_same_bytes(format_name: str, database: Database, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(format_name, database, tmp_path):
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         export(tmp_path, "--format", format_name, "--output", str(place))
@@ -78,7 +76,7 @@ def test_the_same_input_gives_the_same_bytes(format_name: str, database: Databas
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
-def test_a_data_set_directory_is_read_by_the_datasets_library(database: Database, tmp_path: Path) -> None:
+def test_a_data_set_directory_is_read_by_the_datasets_library(database, tmp_path):
     datasets = pytest.importorskip("datasets")
     export(tmp_path, "--format", "hf", "--output", str(tmp_path / "set"), "--merge", "chain")
     rows = datasets.load_dataset(str(tmp_path / "set"), split="train", cache_dir=str(tmp_path / "cache"))
@@ -88,13 +86,13 @@ def test_a_data_set_directory_is_read_by_the_datasets_library(database: Database
     assert [row["reward"] for row in rows] == [0.5, 0.5]
 
 
-def test_a_binary_format_requires_an_output_path(database: Database, tmp_path: Path) -> None:
+def test_a_binary_format_requires_an_output_path(database, tmp_path):
     result = invoke("export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "parquet")
     assert result.exit_code == 2
     assert "--output" in result.stderr
 
 
-def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
+def test_sessions_are_streamed_oldest_first(tmp_path):
     database = new_database(tmp_path / "turnwise.db")
     for number in range(40):  # more than one read returns
         add_session(database, f"s{number}")
@@ -103,7 +101,7 @@ def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
     assert [line["session_id"] for line in found] == [f"s{number}" for number in range(40)]
 
 
-def test_sessions_that_are_open_unrewarded_or_empty_are_written_only_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_sessions_that_are_open_unrewarded_or_empty_are_written_only_where_they_are_asked_for(tmp_path):
     database = new_database(tmp_path / "turnwise.db")
     for number, name in enumerate(("good", "open", "unrewarded", "empty")):
         with database.write() as connection:
@@ -125,7 +123,7 @@ def test_sessions_that_are_open_unrewarded_or_empty_are_written_only_where_they_
     assert [line["session_id"] for line in lines_of(export(tmp_path))] == ["good"]
 
 
-def test_a_format_that_is_not_installed_names_its_package_or_the_formats(database: Database, tmp_path: Path) -> None:
+def test_a_format_that_is_not_installed_names_its_package_or_the_formats(database, tmp_path):
     for name, expected in (
         ("nonsense", "installed are jsonl, axolotl, parquet, hf, sessions, openai, trl, trl-pairs, verl"),
         ("atif", "extras/formats"),

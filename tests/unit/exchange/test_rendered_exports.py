@@ -71,9 +71,7 @@ def rendered_by_trl(row: dict, model: Path) -> dict[str, list[int]]:
     return {name: tokens.encode(text) for name, text in texts.items()}
 
 
-def test_trl_renders_prompt_and_completion_as_the_stored_tokens(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_trl_renders_prompt_and_completion_as_the_stored_tokens(database, tmp_path, model):
     """Calls with different arguments in one file too: none gets those of the others as nulls."""
     rows = [
         {"messages": conversation("And tom's?", "Lea.", arguments), "tools": TOOLS}
@@ -86,9 +84,7 @@ def test_trl_renders_prompt_and_completion_as_the_stored_tokens(
         assert rendered["prompt"] == tokens.encode(tokens.render(row["prompt"], TOOLS))
 
 
-def test_trl_renders_a_pair_as_the_stored_tokens_from_the_reply_where_it_parts(
-    database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_trl_renders_a_pair_as_the_stored_tokens_from_the_reply_where_it_parts(database, tmp_path, model):
     better, worse = conversation("And tom's?", "Lea."), conversation("And tom's?", "Lea.")
     worse[-1] = {"role": "assistant", "content": "No."}
     stored = store(tmp_path, model, {"chosen": better, "rejected": worse, "tools": TOOLS})
@@ -100,9 +96,7 @@ def test_trl_renders_a_pair_as_the_stored_tokens_from_the_reply_where_it_parts(
 
 
 @pytest.mark.parametrize("arguments", ['{"name": "tom"}', '{"other": 1}'])
-def test_verl_renders_messages_as_the_stored_tokens(
-    arguments: str, database: Database, tmp_path: Path, model: Path
-) -> None:
+def test_verl_renders_messages_as_the_stored_tokens(arguments, database, tmp_path, model):
     """verl reads the file with pandas and passes rows to the template as they are; see `MultiTurnSFTDataset`.
 
     Where calls have different arguments they are text, which the template has to take, as Qwen3's does.
@@ -131,7 +125,7 @@ def test_verl_renders_messages_as_the_stored_tokens(
         assert tokens.encode(text) == ids + LINE_BREAK
 
 
-def test_verl_refuses_tools_that_its_file_cannot_hold(database: Database, tmp_path: Path, model: Path) -> None:
+def test_verl_refuses_tools_that_its_file_cannot_hold(database, tmp_path, model):
     """Each would get the parameters of the other as nulls, in the schema that the model reads."""
     two = [
         {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}

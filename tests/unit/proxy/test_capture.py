@@ -125,7 +125,7 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
         (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-0.1, None])}), "no_logprobs"),
     ],
 )
-def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured: Captured, reason: str):
+def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured, reason):
     """A missing logprob would be NaN, and so would the loss."""
     call = call_of(USER)
     turn = only(built(call, place_of(call), captured))
@@ -168,7 +168,7 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
 
 
 @pytest.mark.parametrize(("limit", "task"), [(None, "probe"), (2, "probe"), (50, "asks_for_title")])
-def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defaults(limit: int | None, task: str):
+def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defaults(limit, task):
     """The defaults limit a call without a limit to two tokens. A limit of four or less makes a call a probe."""
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
     engine = Engine("http://127.0.0.1:1", timeout_seconds=1.0)

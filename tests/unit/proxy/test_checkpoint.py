@@ -261,7 +261,7 @@ def failing(cause: OSError, *, as_bad: bool):
 
 
 @pytest.mark.parametrize("as_bad", [False, True])
-async def test_a_file_system_that_does_not_answer_says_nothing_about_the_version(as_bad: bool):
+async def test_a_file_system_that_does_not_answer_says_nothing_about_the_version(as_bad):
     """The error of a soft NFS mount is a TimeoutError, which is no limit of ours."""
     files, error = VersionFiles(), TimeoutError(errno.ETIMEDOUT, "timed out")
     for _ in range(2):  # the second call does not read again at once
@@ -271,7 +271,7 @@ async def test_a_file_system_that_does_not_answer_says_nothing_about_the_version
 
 @pytest.mark.parametrize("as_bad", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
-async def test_a_read_error_that_may_pass_is_tried_again(as_bad: bool, number: int):
+async def test_a_read_error_that_may_pass_is_tried_again(as_bad, number):
     """A header's read error arrives as a `BadCheckpoint`, that of its values as it is."""
     files, error = VersionFiles(), OSError(number, "it may pass")
     with pytest.raises(ReloadFailed, match=r"could not be read: .*it may pass") as failed:
@@ -281,6 +281,6 @@ async def test_a_read_error_that_may_pass_is_tried_again(as_bad: bool, number: i
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOTDIR])
-async def test_a_file_that_is_missing_or_locked_away_fails_the_version(number: int):
+async def test_a_file_that_is_missing_or_locked_away_fails_the_version(number):
     with pytest.raises(BadCheckpoint):
         await VersionFiles().read(("v1",), "v1", failing(OSError(number, "missing"), as_bad=True), seconds=60)

@@ -218,7 +218,7 @@ class Waiting(Canned):
         {"role": "tool", "content": ["long"] * 10_000},
     ],
 )
-async def test_the_event_loop_runs_while_a_long_message_is_tokenised(message: Json):
+async def test_the_event_loop_runs_while_a_long_message_is_tokenised(message):
     """A tool result of 20,000 characters takes 8 ms."""
     template = Waiting()
     asyncio.get_running_loop().call_soon(template.loop_ran.set)

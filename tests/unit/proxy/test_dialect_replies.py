@@ -105,9 +105,7 @@ ENDS: list[tuple[str, list[Any]]] = [
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("finish_reason", "ends"), ENDS)
 @pytest.mark.parametrize("arguments", [CUT, "", "[1]"])
-def test_no_client_gets_a_call_whose_arguments_were_not_sampled_to_the_end(
-    finish_reason: str, ends: list[str], arguments: str, *, stream: bool
-) -> None:
+def test_no_client_gets_a_call_whose_arguments_were_not_sampled_to_the_end(finish_reason, ends, arguments, *, stream):
     """The complete call beside it is sent. Without any argument a call is complete if the model ended it."""
     is_complete = finish_reason == "tool_calls" and not arguments
     items = [("look", '{"n": 1}', "completed"), ("read", arguments, "completed" if is_complete else "incomplete")]
@@ -123,7 +121,7 @@ def test_no_client_gets_a_call_whose_arguments_were_not_sampled_to_the_end(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("finish_reason", ["abort", "error", "repetition", "something new", ""])
-def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason: str, *, stream: bool) -> None:
+def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason, *, stream):
     """Messages has no stop reason for it and answers with an error, which its clients retry."""
     (claude, body), (openai, given), (google, asked) = REQUESTS
     if stream:
@@ -147,7 +145,7 @@ def test_a_reply_that_the_engine_broke_off_does_not_look_finished(finish_reason:
     assert end["finishReason"] == "OTHER"
 
 
-def test_a_whole_reply_without_a_finish_reason_does_not_look_finished() -> None:
+def test_a_whole_reply_without_a_finish_reason_does_not_look_finished():
     message = {"content": "So"}
     (claude, body), (openai, given), (google, asked) = REQUESTS
     with pytest.raises(EngineUnavailable, match="None"):
@@ -156,14 +154,14 @@ def test_a_whole_reply_without_a_finish_reason_does_not_look_finished() -> None:
     assert read_whole(google, asked, message, None)["candidates"][0]["finishReason"] == "OTHER"
 
 
-def test_the_total_is_the_sum_where_an_engine_gives_none() -> None:
+def test_the_total_is_the_sum_where_an_engine_gives_none():
     chunk = {"choices": [{"index": 0, "delta": {"content": "So"}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 7}}
     dialect, body = REQUESTS[1]
     assert events_of(dialect, body, [chunk, usage])[-1]["response"]["usage"]["total_tokens"] == 17
 
 
-def test_a_filtered_reply_says_so_in_each_format() -> None:
+def test_a_filtered_reply_says_so_in_each_format():
     (claude, body), (openai, given), (google, asked) = REQUESTS
     said = {"content": "So"}
     assert read_whole(claude, body, said, "content_filter")["stop_reason"] == "refusal"
@@ -183,7 +181,7 @@ INTERLEAVED = [
 ]
 
 
-def test_calls_whose_parts_alternate_are_put_together_by_their_index() -> None:
+def test_calls_whose_parts_alternate_are_put_together_by_their_index():
     """With text between, which goes on where it was. Blocks of Messages follow each other, items alternate."""
     (claude, body), (openai, given), (google, asked) = REQUESTS
     blocks, end = messages_of(read_stream(claude, body, INTERLEAVED, "tool_calls"))
@@ -242,7 +240,7 @@ UNUSUAL_INDICES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("parts", UNUSUAL_INDICES.values(), ids=list(UNUSUAL_INDICES))
-def test_calls_are_told_apart_where_an_engine_leaves_their_index_out_or_repeats_it(parts: list[Any]) -> None:
+def test_calls_are_told_apart_where_an_engine_leaves_their_index_out_or_repeats_it(parts):
     """What is stored is what each client reads: these two calls, and none between them."""
     deltas = [{"tool_calls": calls} for calls in parts]
     (claude, body), (openai, given), (google, asked) = REQUESTS
@@ -259,7 +257,7 @@ def test_calls_are_told_apart_where_an_engine_leaves_their_index_out_or_repeats_
 
 @pytest.mark.parametrize("part", [{"index": 0, "function": {}}, {"index": 0, "function": None}, {"index": 0}])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_part_of_a_call_that_says_nothing_is_no_call(part: Json, *, stream: bool) -> None:
+def test_a_part_of_a_call_that_says_nothing_is_no_call(part, *, stream):
     """vLLM's parsers send such parts where they find no call in what looks like one."""
     assert stored_calls([{"tool_calls": [part]}]) == []
     said = {"content": "So", "tool_calls": [part]}
@@ -274,7 +272,7 @@ def test_a_part_of_a_call_that_says_nothing_is_no_call(part: Json, *, stream: bo
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_call_without_a_name_reaches_no_client_as_a_complete_one(*, stream: bool) -> None:
+def test_a_call_without_a_name_reaches_no_client_as_a_complete_one(*, stream):
     for (dialect, body), end in zip(REQUESTS, ("tool_use", "completed", "MALFORMED_FUNCTION_CALL"), strict=True):
         calls, found = read_reply(dialect, body, "tool_calls", WHOLE, ("", "{}"), stream=stream)
         assert ([call for call in calls if call[0]], found) == ([(*calls[0][:1], *calls[0][1:])], end)
@@ -291,9 +289,7 @@ COUNTS: list[tuple[Json | None, tuple[int, int, int]]] = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("usage", "counts"), COUNTS)
-def test_counts_that_an_engine_leaves_out_are_zero_and_none_is_negative(
-    usage: Json | None, counts: tuple[int, int, int], *, stream: bool
-) -> None:
+def test_counts_that_an_engine_leaves_out_are_zero_and_none_is_negative(usage, counts, *, stream):
     """By Anthropic's way of counting: input tokens that were not cached, cached ones, sampled ones."""
     message: Json = {"content": "So"}
     ends: list[Json] = []
@@ -319,7 +315,7 @@ def test_counts_that_an_engine_leaves_out_are_zero_and_none_is_negative(
 
 
 @pytest.mark.parametrize("left_out", [{}, {"delta": None, "message": None}], ids=["missing", "null"])
-def test_a_delta_or_a_message_that_an_engine_leaves_out_is_empty(left_out: Json) -> None:
+def test_a_delta_or_a_message_that_an_engine_leaves_out_is_empty(left_out):
     choice = {"index": 0, "finish_reason": "stop", **left_out}
     said = {"choices": [{"index": 0, "delta": {"content": "So"}, "finish_reason": None}]}
     for (dialect, body), end in zip(REQUESTS, ("end_turn", "completed", "STOP"), strict=True):
@@ -329,7 +325,7 @@ def test_a_delta_or_a_message_that_an_engine_leaves_out_is_empty(left_out: Json)
         assert end in dialect.encode_reply(json.dumps(reply).encode(), call_of(dialect, body, stream=False)).decode()
 
 
-def test_a_stop_sequence_is_named_only_where_it_ended_the_reply() -> None:
+def test_a_stop_sequence_is_named_only_where_it_ended_the_reply():
     """As Anthropic documents it: null with every other stop reason."""
     claude, body = REQUESTS[0]
     called_one = {"content": None, "tool_calls": [called(0, "{}", "look")]}
@@ -339,7 +335,7 @@ def test_a_stop_sequence_is_named_only_where_it_ended_the_reply() -> None:
     assert (read["stop_reason"], read["stop_sequence"]) == ("stop_sequence", "END")
 
 
-def test_the_end_of_a_stream_has_the_whole_usage() -> None:
+def test_the_end_of_a_stream_has_the_whole_usage():
     """Anthropic's counts are cumulative; its input tokens are those that were not cached."""
     (claude, body), _, (google, asked) = REQUESTS
     usage = read_stream(claude, body, [{"content": "So"}], "stop")[-2]["usage"]
@@ -355,7 +351,7 @@ def test_the_end_of_a_stream_has_the_whole_usage() -> None:
     assert read_whole(google, asked, {"content": "So"}, "stop")["usageMetadata"] == expected
 
 
-def test_a_stream_of_two_candidates_counts_the_tokens_of_both() -> None:
+def test_a_stream_of_two_candidates_counts_the_tokens_of_both():
     """vLLM's chunks count the tokens of their own choice. Google's SDK drops a reply whose end has no candidate."""
     google, asked = REQUESTS[2]
     asked = {**asked, "generationConfig": {"candidateCount": 2}}
@@ -371,7 +367,7 @@ def test_a_stream_of_two_candidates_counts_the_tokens_of_both() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_the_logprobs_of_a_text_are_those_of_its_own_tokens(*, stream: bool) -> None:
+def test_the_logprobs_of_a_text_are_those_of_its_own_tokens(*, stream):
     """Not those of the thinking, which repeats the text here, nor of the marks around both."""
     openai, given = REQUESTS[1]
     tokens = ["<think>", "So", " it", " is", "</think>", "\n\n", "So", " it", " is", "<tool>", "So", "</tool>"]
@@ -392,7 +388,7 @@ def test_the_logprobs_of_a_text_are_those_of_its_own_tokens(*, stream: bool) -> 
     assert [(each["token"], each["logprob"]) for each in text["logprobs"]] == [("So", -6), (" it", -7), (" is", -8)]
 
 
-def test_an_argument_with_line_breaks_stays_one_event() -> None:
+def test_an_argument_with_line_breaks_stays_one_event():
     google, asked = REQUESTS[2]
     (last,) = read_stream(google, asked, [{"tool_calls": [called(0, '{\n "a":\r\n 1}', "look")]}], "tool_calls")
     (part,) = last["candidates"][0]["content"]["parts"]
@@ -408,7 +404,7 @@ def test_an_argument_with_line_breaks_stays_one_event() -> None:
         ("", "no such file", "no such file"),
     ],
 )
-def test_a_failed_tool_call_says_so_in_its_text(mark: str, content: Any, said: str) -> None:
+def test_a_failed_tool_call_says_so_in_its_text(mark, content, said):
     """In Messages by `is_error`; in Responses by the status of the output."""
     called_before = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
     result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": content}

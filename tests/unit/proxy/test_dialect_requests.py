@@ -28,7 +28,7 @@ def gemini_call(**body: Any) -> Call:
     return Gemini().parse({"model": "m", "stream": False, **body}, max_choices=4, max_messages=99)
 
 
-def test_consecutive_messages_of_a_role_are_one_message() -> None:
+def test_consecutive_messages_of_a_role_are_one_message():
     """Several clients send one reply back as two messages, its text and its call."""
     text = {"type": "text", "text": "Let me look."}
     use = {"type": "tool_use", "id": "c", "name": "look", "input": {"n": 1}}
@@ -51,7 +51,7 @@ def test_consecutive_messages_of_a_role_are_one_message() -> None:
     assert one.messages[0]["content"] == "a\nb"
 
 
-def test_google_s_own_bodies_with_objects_for_lists_and_strings_for_numbers_are_read() -> None:
+def test_google_s_own_bodies_with_objects_for_lists_and_strings_for_numbers_are_read():
     """Protobuf's JSON allows both, and Google's examples for curl use them."""
     declared = {"name": "look", "parameters": {"type": "OBJECT", "properties": {}}}
     call = gemini_call(
@@ -74,7 +74,7 @@ def test_google_s_own_bodies_with_objects_for_lists_and_strings_for_numbers_are_
         gemini_call(contents=[{"parts": [{"text": "Hi."}]}], generationConfig={"temperature": "warm"})
 
 
-def test_a_whole_number_that_is_written_as_a_fraction_is_an_integer() -> None:
+def test_a_whole_number_that_is_written_as_a_fraction_is_an_integer():
     """As in protobuf's JSON; the engine refuses 2.0 candidates."""
     config = {"candidateCount": 2.0, "maxOutputTokens": "3e1", "topK": 5.0, "seed": 7.0, "temperature": 1.0}
     body = gemini_call(contents={"parts": {"text": "Hi."}}, generationConfig=config).body
@@ -155,14 +155,14 @@ LOST: list[tuple[Request, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "refusal"), LOST)
-def test_what_no_chat_message_holds_is_refused_by_name_and_not_lost(asked: Request, refusal: str) -> None:
+def test_what_no_chat_message_holds_is_refused_by_name_and_not_lost(asked, refusal):
     """Without it the model would read a call without arguments, `None`, or nothing at all."""
     dialect, body = asked
     with pytest.raises(InvalidRequest, match=re.escape(refusal)):
         dialect.parse({"model": "m", "stream": False, **body}, max_choices=1, max_messages=9)
 
 
-def test_a_null_text_is_empty_and_not_the_word_none() -> None:
+def test_a_null_text_is_empty_and_not_the_word_none():
     call = messages_call({"role": "user", "content": [{"type": "text", "text": None}]})
     assert call.messages == [{"role": "user", "content": ""}]
     asked = {"role": "user", "content": [{"type": "input_text", "text": None}, {"type": "input_text", "text": "Hi."}]}
@@ -170,14 +170,14 @@ def test_a_null_text_is_empty_and_not_the_word_none() -> None:
     assert call.messages == [{"role": "user", "content": "\nHi."}]
 
 
-def test_a_part_of_a_reply_without_a_type_is_text() -> None:
+def test_a_part_of_a_reply_without_a_type_is_text():
     parts = [{"text": "a"}, {"type": "refusal", "refusal": "b"}]
     items = [{"type": "reasoning", "summary": [{"text": "x"}]}, {"role": "assistant", "content": parts}]
     call = Responses().parse({"input": items}, max_choices=1, max_messages=9)
     assert call.messages == [{"role": "assistant", "content": "ab", "reasoning": "x"}]
 
 
-def test_a_document_is_read_with_its_title_and_context() -> None:
+def test_a_document_is_read_with_its_title_and_context():
     source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
     document = {"type": "document", "title": "Weather", "context": "of today", "source": source}
     call = messages_call({"role": "user", "content": [document]})
@@ -188,7 +188,7 @@ def test_a_document_is_read_with_its_title_and_context() -> None:
     assert message["content"][0]["text"] == "Weather\nof today"
 
 
-def test_one_allowed_tool_that_is_required_is_the_named_tool() -> None:
+def test_one_allowed_tool_that_is_required_is_the_named_tool():
     """As `allowedFunctionNames` of Gemini; of several allowed tools only the mode counts."""
     tools = [{"type": "function", "name": name} for name in ("look", "write")]
     for named, choice in (
@@ -203,7 +203,7 @@ def test_one_allowed_tool_that_is_required_is_the_named_tool() -> None:
         assert Responses().parse(asked, max_choices=1, max_messages=9).body["tool_choice"] == choice
 
 
-def test_the_earlier_name_of_an_output_format_constrains_the_reply_too() -> None:
+def test_the_earlier_name_of_an_output_format_constrains_the_reply_too():
     wanted = {"type": "json_schema", "schema": {"type": "object"}}
     asked = {"max_tokens": 9, "messages": [SAID_USER]}
     bodies = [{**asked, "output_format": wanted}, {**asked, "output_config": {"format": wanted}}]
@@ -212,7 +212,7 @@ def test_the_earlier_name_of_an_output_format_constrains_the_reply_too() -> None
     assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
-def test_an_image_in_a_function_response_reaches_the_engine() -> None:
+def test_an_image_in_a_function_response_reaches_the_engine():
     image = {"inlineData": {"mimeType": "image/png", "data": "aGk="}}
     response = {"name": "look", "response": {"output": "see"}, "parts": [image]}
     call = gemini_call(
@@ -227,7 +227,7 @@ def test_an_image_in_a_function_response_reaches_the_engine() -> None:
 
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
-def test_each_effort_reaches_the_engine_by_its_own_name(effort: str) -> None:
+def test_each_effort_reaches_the_engine_by_its_own_name(effort):
     asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}], "output_config": {"effort": effort}}
     assert Messages().parse(asked, max_choices=1, max_messages=9).body["reasoning_effort"] == effort
     for level in (effort.upper(), "MINIMAL"):
@@ -268,7 +268,7 @@ SERVED_BLOCKS = {"text", "document", "search_result", "tool_result", "compaction
 
 @pytest.mark.parametrize("kind", [*type_names(BetaContentBlockParam), *type_names(Content)])
 @pytest.mark.parametrize("role", ["assistant", "user", "result"])
-def test_each_type_of_block_of_anthropic_s_sdk_is_served_or_refused_by_name(kind: str, role: str) -> None:
+def test_each_type_of_block_of_anthropic_s_sdk_is_served_or_refused_by_name(kind, role):
     """Blocks of Anthropic's own tools in an assistant's message are ignored: only its service reads them."""
     block = {"type": kind, **BLOCK, "content": [{"type": "text", "text": "said"}]}
     if kind == "search_result":
@@ -286,7 +286,7 @@ def test_each_type_of_block_of_anthropic_s_sdk_is_served_or_refused_by_name(kind
         assert "said" in messages[-1]["content"]
 
 
-def test_a_document_that_is_no_text_is_refused_with_what_to_send() -> None:
+def test_a_document_that_is_no_text_is_refused_with_what_to_send():
     document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
     with pytest.raises(
         InvalidRequest, match="a document with a source of type 'base64' cannot be served; send its text"
@@ -295,7 +295,7 @@ def test_a_document_that_is_no_text_is_refused_with_what_to_send() -> None:
 
 
 @pytest.mark.parametrize("is_result", [False, True])
-def test_pages_of_a_document_reach_the_engine_as_images_between_its_texts(is_result: bool) -> None:
+def test_pages_of_a_document_reach_the_engine_as_images_between_its_texts(is_result):
     page = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     text = {"type": "text", "text": "said"}
     document = {"type": "document", "source": {"type": "content", "content": [text, page, text]}}
@@ -310,7 +310,7 @@ def test_pages_of_a_document_reach_the_engine_as_images_between_its_texts(is_res
 
 
 @pytest.mark.parametrize("kind", type_names(ResponseInputItemParam))
-def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_by_name(kind: str) -> None:
+def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_by_name(kind):
     """An ignored call has an ignored output, and a served call a served one."""
     item = {
         "type": kind,
@@ -332,7 +332,7 @@ def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_
 
 
 @pytest.mark.parametrize("kind", type_names(ResponseInputContentParam))
-def test_each_type_of_part_of_openai_s_sdk_is_served_or_refused_by_name(kind: str) -> None:
+def test_each_type_of_part_of_openai_s_sdk_is_served_or_refused_by_name(kind):
     part = {"type": kind, "text": "said", "image_url": "https://somewhere/a.png", "file_id": "f"}
     parsed_or_refused(Responses(), {"input": [{"role": "user", "content": [part]}]}, kind)
 
@@ -351,9 +351,7 @@ OF_A_THOUGHT = {"thought": True, "thoughtSignature": "c2lnbmF0dXJl"}
 
 @pytest.mark.parametrize("field", sorted(str(field.alias or name) for name, field in Part.model_fields.items()))
 @pytest.mark.parametrize("role", ["model", "user"])
-def test_each_field_of_a_part_of_google_s_sdk_is_served_ignored_with_a_count_or_refused_by_name(
-    field: str, role: str
-) -> None:
+def test_each_field_of_a_part_of_google_s_sdk_is_served_ignored_with_a_count_or_refused_by_name(field, role):
     value = (PARTS | OF_A_THOUGHT).get(field, {"said": 1})
     contents = [{"role": role, "parts": [{field: value}]}]
     if field in OF_A_THOUGHT and role == "model":
@@ -369,7 +367,7 @@ def test_each_field_of_a_part_of_google_s_sdk_is_served_ignored_with_a_count_or_
 
 
 @pytest.mark.parametrize("field", sorted(str(field.alias or name) for name, field in Tool.model_fields.items()))
-def test_each_kind_of_tool_of_google_s_sdk_is_served_or_dropped_by_name(field: str) -> None:
+def test_each_kind_of_tool_of_google_s_sdk_is_served_or_dropped_by_name(field):
     declared = [{"name": "look", "parameters": {"type": "OBJECT"}}] if field == "functionDeclarations" else {}
     call = gemini_call(contents=[{"parts": [{"text": "Hi."}]}], tools=[{field: declared}])
     assert call.dropped_tools == ([] if field == "functionDeclarations" else [field])

@@ -130,7 +130,7 @@ def test_media_is_anything_that_is_not_text():
     ],
 )
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_a_part_of_each_type_that_vllm_reads_as_text_is_text(role: str, part: object):
+def test_a_part_of_each_type_that_vllm_reads_as_text_is_text(role, part):
     """Its turn is trained and extends the turn whose reply was this text; the template gets the text."""
     one, other = ({"role": role, "content": content} for content in ([part, "Go."], "So.\nGo."))
     assert message_digest(one) == message_digest(other)
@@ -149,7 +149,7 @@ def test_tool_arguments_are_compared_as_values(one, other):
 
 
 @pytest.mark.parametrize("calls", [{}, {"tool_calls": [CALL]}])
-def test_white_space_around_a_reply_does_not_count(calls: dict):
+def test_white_space_around_a_reply_does_not_count(calls):
     """Agents strip what was sampled before a tool call: templates and parsers leave line breaks there."""
     assert message_digest(assistant(content="I look.\n\n", **calls)) == message_digest(
         assistant(content="I look.", **calls)

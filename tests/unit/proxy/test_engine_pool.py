@@ -43,14 +43,14 @@ def homes(pool: EnginePool) -> dict[str, str]:
     return {session.session_id: pool.lane(session).engine.url for session in SESSIONS}
 
 
-async def test_sessions_are_spread_and_stay(pool: EnginePool):
+async def test_sessions_are_spread_and_stay(pool):
     """600 over three engines: 200 each, ± 11.5 (one standard deviation)."""
     where = homes(pool)
     assert all(abs(list(where.values()).count(url) - 200) < 60 for url in URLS)
     assert homes(pool) == where
 
 
-async def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_moves_them_back(pool: EnginePool):
+async def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_moves_them_back(pool):
     before = homes(pool)
     pool.engines[1].change(EngineState.ABSENT)
     without = homes(pool)
@@ -61,7 +61,7 @@ async def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_
     assert homes(pool) == before
 
 
-async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(pool: EnginePool):
+async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(pool):
     for engine in pool.engines:
         engine.change(EngineState.ABSENT)
     with pytest.raises(EngineUnavailable, match="none of the 3 engines is ready"):
@@ -70,7 +70,7 @@ async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(
         pool.route("models")
 
 
-async def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another(pool: EnginePool):
+async def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another(pool):
     pool.engines[0].change(EngineState.DRAINING)
     assert set(homes(pool).values()) == set(URLS[1:])
     for engine in pool.engines:
@@ -78,7 +78,7 @@ async def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another(po
     assert set(homes(pool).values()) == set(URLS)
 
 
-async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engines_do_not(pool: EnginePool):
+async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engines_do_not(pool):
     closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
     other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
     with closed.reloading():
@@ -88,7 +88,7 @@ async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engine
     assert (await waiting).engine is closed
 
 
-async def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out(pool: EnginePool):
+async def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out(pool):
     lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
     with lost.reloading():
         waiting = asyncio.ensure_future(enter(pool, session))
@@ -104,7 +104,7 @@ async def enter(pool: EnginePool, session: Session) -> Lane:
     return lane
 
 
-async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool: EnginePool):
+async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool):
     pool.engines[2].apply_label("8")
     pool.served = TRIAL[PolicyKind.FULL]
     assert {pool.lane(session).version for session in IN_TRIAL} == {8}
@@ -113,7 +113,7 @@ async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(po
     assert {pool.lane(session).version for session in IN_TRIAL} == {0}
 
 
-async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine(pool: EnginePool):
+async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine(pool):
     for engine in pool.engines:
         engine.adapters[8] = Lane(engine, 8, adapter_name(8))
     pool.served = TRIAL[PolicyKind.LORA]
@@ -127,7 +127,7 @@ async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_eve
 @pytest.mark.parametrize(
     ("label", "held", "version"), [("7", 7, 7), ("default", UNLABELLED, 0), (None, UNLABELLED, 0), (LOADING, None, 3)]
 )
-async def test_the_label_of_the_weights_sets_the_loaded_version(pool: EnginePool, label, held, version):
+async def test_the_label_of_the_weights_sets_the_loaded_version(pool, label, held, version):
     """During the exchange there is no version; tokens sampled before it have the previous version."""
     engine: Engine = pool.engines[0]
     engine.apply_label("3")
@@ -135,7 +135,7 @@ async def test_the_label_of_the_weights_sets_the_loaded_version(pool: EnginePool
     assert (engine.loaded_version, pool.version_on(engine)) == (held, version)
 
 
-async def test_an_adapter_is_not_named_for_what_is_sampled_after_an_exchange_of_its_base(pool: EnginePool):
+async def test_an_adapter_is_not_named_for_what_is_sampled_after_an_exchange_of_its_base(pool):
     """A roll-back to whole weights does not wait for the adapter's running calls: their last version is the new one."""
     engine = pool.engines[0]
     adapter = Lane(engine, 7, adapter_name(7))
@@ -151,7 +151,7 @@ def test_an_adapters_name_and_its_version_are_one_to_one():
     assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
 
 
-async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool: EnginePool):
+async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     """Without the probe there is no other way to detect it."""
     engine = pool.engines[0]
     assert isinstance(engine, Engine)
@@ -184,9 +184,7 @@ async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_i
         ("/elsewhere", None, "a", False),  # it was published from a directory
     ],
 )
-async def test_version_0_is_an_engines_own_model_by_its_digest_or_its_path(
-    pool: EnginePool, path: str, digest: str | None, own_digest: str | None, is_own: bool
-):
+async def test_version_0_is_an_engines_own_model_by_its_digest_or_its_path(pool, path, digest, own_digest, is_own):
     engine = pool.engines[0]
     engine.model_path = "/models/own"
     engine.own_model = PolicyVersion(version=0, path="/models/own", model_digest=own_digest)

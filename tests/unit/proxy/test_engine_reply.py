@@ -137,7 +137,7 @@ def test_a_text_that_equals_the_prompts_ids_stays_in_the_reply():
     "raw",
     [b"", b"{", b"[]", b'{"choices":1}', b'{"choices":[{"index":0,"logprobs":{', b'{"choices":[]},{"choices":[]}'],
 )
-def test_a_reply_that_is_not_a_completion_is_refused(raw: bytes):
+def test_a_reply_that_is_not_a_completion_is_refused(raw):
     with pytest.raises(msgspec.DecodeError):
         read(raw)
 

@@ -120,7 +120,7 @@ def kept() -> Conversations:
     return conversations
 
 
-def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
+def test_a_continued_history_is_the_history_of_the_whole_conversation():
     conversations = kept()
     earlier = conversations.find(OWNER, orjson.dumps(SECOND))[0]
     continued, whole = read_chat(SECOND, conversations), digest_history(SECOND, b"")
@@ -140,7 +140,7 @@ def test_a_continued_history_is_the_history_of_the_whole_conversation() -> None:
         [FIRST[0], {**FIRST[1], "x": 1}],
     ],
 )
-def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
+def test_other_messages_are_digested_as_a_whole(messages):
     """Also those that Python calls equal: JSON distinguishes 1, 1.0 and true, and so does the engine."""
     assert kept().find(OWNER, orjson.dumps(messages))[0] is None
 
@@ -154,11 +154,11 @@ def test_other_messages_are_digested_as_a_whole(messages: list[Json]) -> None:
         ("tenant", "session", "s", b"x"),
     ],
 )
-def test_the_messages_of_another_owner_are_not_used(other: Owner) -> None:
+def test_the_messages_of_another_owner_are_not_used(other):
     assert kept().find(other, orjson.dumps(SECOND))[0] is None
 
 
-def test_the_longest_conversation_is_found_and_replaced_by_what_extends_it() -> None:
+def test_the_longest_conversation_is_found_and_replaced_by_what_extends_it():
     conversations = kept()
     second = read_chat(SECOND, conversations)
     assert conversations.find(OWNER, orjson.dumps(SECOND))[0] is second
@@ -170,7 +170,7 @@ def test_the_longest_conversation_is_found_and_replaced_by_what_extends_it() -> 
     assert conversations.find(OWNER, orjson.dumps(SECOND))[0] is third
 
 
-def test_the_conversations_of_the_owner_that_called_first_are_dropped_above_the_limit() -> None:
+def test_the_conversations_of_the_owner_that_called_first_are_dropped_above_the_limit():
     """Each takes 1,200 bytes and 210 for each of two messages: 4,000 bytes hold two."""
     conversations = Conversations(4_000)
     for name in "abc":
@@ -199,9 +199,7 @@ def body_of(dialect: Dialect, num_messages: int) -> Json:
     [each for each in registry.DIALECTS if each.name != "completions"],
     ids=[each.name for each in registry.DIALECTS if each.name != "completions"],
 )
-def test_every_dialect_digests_only_the_messages_that_are_new(
-    dialect: Dialect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_dialect_digests_only_the_messages_that_are_new(dialect, monkeypatch):
     """The history and the engine's messages are those of a call that nothing is known of."""
     digested: list[Json] = []
 

@@ -32,7 +32,7 @@ def given(ids: list[int], *ranges: list[int], first: int) -> GivenIds:
     return found
 
 
-def test_a_stored_image_stays_a_new_one_is_expanded_and_a_sampled_placeholder_is_text() -> None:
+def test_a_stored_image_stays_a_new_one_is_expanded_and_a_sampled_placeholder_is_text():
     stored = [1, *FIRST, 2, 9, 3]  # the 9 between 2 and 3 was sampled
     ids, found = placed(given([*stored, 4, 9, 5], [1, 4], first=len(stored)), [update(FIRST), update(SECOND)])
     assert ids == [*stored, 4, *SECOND, 5]
@@ -51,7 +51,7 @@ def test_a_stored_image_stays_a_new_one_is_expanded_and_a_sampled_placeholder_is
         ([1, *FIRST, 2, 9, 5], [FIRST]),  # an image less than placeholders
     ],
 )
-def test_other_placeholders_than_the_processors_are_refused(ids: list[int], updates: list[list[int]]) -> None:
+def test_other_placeholders_than_the_processors_are_refused(ids, updates):
     with pytest.raises(Exception, match="media_rerendered: "):
         placed(given(ids, [1, 4], first=6), list(map(update, updates)))
 
@@ -68,13 +68,11 @@ def test_other_placeholders_than_the_processors_are_refused(ids: list[int], upda
         ([1, 9, 9, 2], [1, *FIRST, *SECOND, 2], [(5, 3), (1, 4)], False),  # out of order
     ],
 )
-def test_an_echo_is_what_was_sent_but_for_placeholders(
-    sent: list[int], found: list[int], places: list[tuple[int, int]], expected: bool
-) -> None:
+def test_an_echo_is_what_was_sent_but_for_placeholders(sent, found, places, expected):
     assert is_expanded(np.array(sent, np.int32), np.array(found, np.int32), places) is expected
 
 
-def test_places_are_read_from_a_reply_and_taken_out_of_it() -> None:
+def test_places_are_read_from_a_reply_and_taken_out_of_it():
     """vLLM returns no pixels of an image that its cache has sent before, so their digest is kept."""
     pixels = types.SimpleNamespace(data=torch.ones(2, 2))
     place = types.SimpleNamespace(offset=5, length=4, is_embed=torch.tensor([False, True, False, True]))
@@ -102,7 +100,7 @@ def test_places_are_read_from_a_reply_and_taken_out_of_it() -> None:
     assert base64.b64decode(first)
 
 
-def test_a_redactor_leaves_the_names_of_images_and_media_alone_and_no_text_that_begins_like_them() -> None:
+def test_a_redactor_leaves_the_names_of_images_and_media_alone_and_no_text_that_begins_like_them():
     media = [{"url": "image:" + "5" * 64}, {"url": "data:audio/wav;base64,555="}]
     texts = ["call 555", "data: call 555", "data:text/plain,555", "data:a/b;base64,aa== call 555"]
     found = redacted_document([*media, *texts], lambda text: text.replace("5", "x"))

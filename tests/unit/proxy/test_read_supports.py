@@ -28,18 +28,18 @@ BEYOND = f"4{base64.b64encode(np.array([2**31 - 1, 1], '<u4').tobytes()).decode(
         {"token_id:5": -0.6931472, "token_id:0": -9999.0},
     ],
 )
-def test_alternatives_that_are_no_ids_or_no_distribution_are_an_unknown_support(broken: dict[str, float]) -> None:
+def test_alternatives_that_are_no_ids_or_no_distribution_are_an_unknown_support(broken):
     encoded = json.dumps({"top_logprobs": [broken, {"token_id:7": 0.0}]}).encode()
     assert support_json(read_supports(encoded)) == [None, [7]]
 
 
 @pytest.mark.parametrize("broken", [BEYOND, "3AAAA", "1?", "1é", "4AAA=", "x"])
-def test_a_text_that_the_plug_in_has_not_written_is_an_unknown_support(broken: str) -> None:
+def test_a_text_that_the_plug_in_has_not_written_is_an_unknown_support(broken):
     encoded = json.dumps({FIELD: [broken, to_text(np.array([7, 2**31 - 1], np.int32))]}).encode()
     assert support_json(read_supports(encoded)) == [None, [7, 2**31 - 1]]
 
 
-def test_a_token_whose_alternatives_another_call_of_the_batch_has_replaced_is_of_unknown_support() -> None:
+def test_a_token_whose_alternatives_another_call_of_the_batch_has_replaced_is_of_unknown_support():
     """The sampled token has the probability a half, and in the place of the others stands an impossible id."""
     ids, half = np.array([5, 7, 3], np.int32), np.log(0.5)
     assert support_text(ids, np.array([half, half, -np.inf], np.float32)) == to_text(np.array([5, 7], np.int32))

@@ -105,9 +105,7 @@ def shown(
         ),
     ],
 )
-def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(
-    call: Call, reason: str | None, found: tuple[Role, str]
-):
+def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(call, reason, found):
     forest = TurnForest()
     stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
     assert role_of(call, forest, reason=reason) == found
@@ -159,7 +157,7 @@ def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again
 
 @pytest.mark.parametrize("reminders", [(), ({"role": "user", "content": "You answered nothing."},)])
 @pytest.mark.parametrize("is_asked_first", [False, True])
-def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders: tuple[Json, ...], is_asked_first: bool):
+def test_an_empty_reply_that_the_next_call_leaves_out_is_a_retry(reminders, is_asked_first):
     """Its harness asks again with the same prompt (Qwen Code, Kimi Code) or a reminder (Claude Code, Hermes Agent)."""
     forest, asked, parent = TurnForest(), (CODER, USER), None
     if not is_asked_first:
@@ -201,7 +199,7 @@ SUMMARIES = {
 
 @pytest.mark.parametrize("role", ["user", "system"])
 @pytest.mark.parametrize("harness", SUMMARIES)
-def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and_parent(harness: str, role: str):
+def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and_parent(harness, role):
     """On their own, after the conversation, and as the next turn of the agent's chain."""
     forest = TurnForest()
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
@@ -220,7 +218,7 @@ def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and
         "You are a specialized system component responsible for distilling chat history into a structured XML.",
     ],
 )
-def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_history_is_a_side_call(text: str):
+def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_history_is_a_side_call(text):
     """Qwen Code and Gemini CLI replace the agent's system message; what a call with tools has there is the agent's."""
     forest, history = (
         TurnForest(),
@@ -239,7 +237,7 @@ def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_his
 
 
 @pytest.mark.parametrize("harness", SUMMARIES)
-def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness: str):
+def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness):
     """A session that the call names may train a model to write summaries; so may an application's own prompt."""
     call = call_of({"role": "user", "content": SUMMARIES[harness]})
     assert role_of(call, TurnForest(), is_named=False) == (Role.SIDE, "asks_for_summary")
@@ -270,7 +268,7 @@ def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
         "Compress the session logs older than a week.",
     ],
 )
-def test_an_agents_own_work_is_no_compaction(text: str):
+def test_an_agents_own_work_is_no_compaction(text):
     forest = TurnForest()
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
     call = call_of(
@@ -280,7 +278,7 @@ def test_an_agents_own_work_is_no_compaction(text: str):
 
 
 @pytest.mark.parametrize("text", ["Find all callers of f.", "Find all callers of f. " * 400])
-def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_asks_it(text: str):
+def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_asks_it(text):
     """Until the call has its result; a question that no call asks is the agent's own."""
     forest, task = TurnForest(), {"role": "user", "content": text}
     call = {"id": "c", "function": {"name": "research", "arguments": json.dumps({"input": f"{text}\n"})}}

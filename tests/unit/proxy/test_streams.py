@@ -158,7 +158,7 @@ def test_a_stream_gives_the_same_reply_however_it_is_cut(
 
 @pytest.mark.parametrize(("dialect", "body"), CALLS[-3:])
 @pytest.mark.parametrize("alt", ["", "sse"])
-def test_an_engines_error_is_the_end_of_a_stream(dialect: type[Dialect], body: Json, alt: str) -> None:
+def test_an_engines_error_is_the_end_of_a_stream(dialect, body, alt):
     """vLLM refuses the parameters of a stream in its first event, and then sends its usual end."""
     state, lane = running(dialect(), body | {"alt": alt})
     refusal = b'{"error":{"message":"top_p must be in (0, 1]","type":"BadRequestError","param":"top_p","code":400}}'
@@ -232,7 +232,7 @@ def reply_to(send: Send) -> ReplySender:
     return reply
 
 
-async def test_the_events_of_a_stream_are_freed_without_a_garbage_collection() -> None:
+async def test_the_events_of_a_stream_are_freed_without_a_garbage_collection():
     async def send(_: Message) -> None:
         """Send nothing."""
 

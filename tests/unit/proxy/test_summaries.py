@@ -36,7 +36,7 @@ def summarise(conn: sa.Connection, *session_ids: str) -> list[Summary]:
     return summarise_sessions(conn, [sessions.read_session(conn, "default", each) for each in session_ids])
 
 
-def test_a_summary_has_the_first_question_the_last_reply_and_the_sampled_tokens(connection: sa.Connection) -> None:
+def test_a_summary_has_the_first_question_the_last_reply_and_the_sampled_tokens(connection):
     asked = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "An example of the agent's."},
@@ -52,7 +52,7 @@ def test_a_summary_has_the_first_question_the_last_reply_and_the_sampled_tokens(
     assert empty == Summary(num_sampled_tokens=0)
 
 
-def test_a_text_of_any_shape_is_summarised_and_a_long_one_is_cut_or_not_read(connection: sa.Connection) -> None:
+def test_a_text_of_any_shape_is_summarised_and_a_long_one_is_cut_or_not_read(connection):
     odd: list[dict[str, Any]] = [{"role": "user", "content": None}, {"role": "user", "content": [None, 5, {"text": 3}]}]
     play(connection, "odd", {"messages": odd, "response": {"content": "x" * 1_000}})
     play(connection, "long", {"messages": [{"role": "user", "content": "x" * search.MAX_TEXT_BYTES}], "response": {}})
@@ -68,9 +68,7 @@ def note(database: Database, session_id: str = "s") -> str:
 
 
 @pytest.mark.parametrize("fields", [{}, {"group_id": "g", "group_size": 1}], ids=["no group", "a group of one"])
-def test_the_note_of_a_single_session_states_what_will_be_done_with_it(
-    database: Database, fields: dict[str, str | int]
-) -> None:
+def test_the_note_of_a_single_session_states_what_will_be_done_with_it(database, fields):
     add_session(database, **fields)
     assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. It will be trained as a single")
     finish(database)
@@ -83,7 +81,7 @@ def test_the_note_of_a_single_session_states_what_will_be_done_with_it(
     assert note(database).startswith("It is a single session and was not trained: uniform_rewards.")
 
 
-def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database: Database) -> None:
+def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database):
     add_session(database, group_id="g", group_size=2)
     add_session(database, "other", tenant="another", group_id="g", group_size=3)
     assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. Group 'g' has 0 of 2 sessions")
@@ -92,7 +90,7 @@ def test_the_note_of_a_session_is_about_the_group_of_its_own_tenant(database: Da
         assert "Group 'g' has 0 of 3 sessions" in training_note(connection, theirs)
 
 
-def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_ready(database: Database) -> None:
+def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_ready(database):
     for session_id in ("a", "b"):
         add_session(database, session_id, group_id="g", group_size=2)
     finish(database, "a")
@@ -101,12 +99,12 @@ def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_r
     assert note(database, "b") == "Group 'g' is ready."
 
 
-def test_the_note_of_a_group_without_a_size_states_when_it_closes(database: Database) -> None:
+def test_the_note_of_a_group_without_a_size_states_when_it_closes(database):
     add_finished(database, group_id="g")
     assert "has no `group_size`" in note(database)
 
 
-def test_the_note_of_an_eval_session_states_that_it_is_not_trained(database: Database) -> None:
+def test_the_note_of_an_eval_session_states_that_it_is_not_trained(database):
     add_finished(database, split=Split.EVAL)
     assert note(database) == "A session of split `eval` is not trained."
 
@@ -123,7 +121,7 @@ def add_judged(database: Database, session_id: str, group_id: str, task_id: str,
         sessions.end_session(connection, tenant, session_id)
 
 
-def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(database: Database) -> None:
+def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(database):
     add_judged(database, "s1", "g1", "t1", "mine", 1.0, 0.5)
     add_judged(database, "s2", "g1", "t1", "mine", 0.0)
     add_judged(database, "s3", "g2", "t2", "mine", 1.0)
@@ -146,7 +144,7 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     assert (nobodys.reward, nobodys.by_task, nobodys.dropped, nobodys.metrics) == (None, {}, {}, {"kl": 0.5})
 
 
-def test_the_newest_updates_are_listed_oldest_first(database: Database) -> None:
+def test_the_newest_updates_are_listed_oldest_first(database):
     for number in range(1, 4):
         add_judged(database, f"a{number}", f"g{number}", "t", "mine", 1.0)
         add_judged(database, f"b{number}", f"g{number}", "t", "mine", 0.0)
@@ -158,7 +156,7 @@ def test_the_newest_updates_are_listed_oldest_first(database: Database) -> None:
         assert [each.update_id for each in summarise_updates(connection, "mine", limit=2)] == [2, 3]
 
 
-async def test_a_large_tenant_is_counted_again_after_a_second_for_every_rows_per_second(database: Database) -> None:
+async def test_a_large_tenant_is_counted_again_after_a_second_for_every_rows_per_second(database):
     """Two sessions in two groups are four rows: at one row a second they are counted every four seconds."""
     now = 100.0
     counts = RecentCounts(database, rows_per_second=1, clock=lambda: now)
@@ -176,7 +174,7 @@ async def test_a_large_tenant_is_counted_again_after_a_second_for_every_rows_per
     assert again.counted_at > first.counted_at
 
 
-async def test_a_small_tenant_is_always_counted(database: Database) -> None:
+async def test_a_small_tenant_is_always_counted(database):
     """Four rows are no more than what is counted in a second."""
     counts = RecentCounts(database, rows_per_second=4)
     for num_sessions, session_id in enumerate(("a", "b"), start=1):
@@ -186,7 +184,7 @@ async def test_a_small_tenant_is_always_counted(database: Database) -> None:
     assert (await counts.read("b")).counts.sessions == {"open": 1}
 
 
-async def test_kept_counts_hold_the_newest_reports_of_trainers(database: Database) -> None:
+async def test_kept_counts_hold_the_newest_reports_of_trainers(database):
     counts = RecentCounts(database, rows_per_second=1, clock=lambda: 0.0)
     add_session(database, "a")
     assert (await counts.read("default")).counts.trainers == []

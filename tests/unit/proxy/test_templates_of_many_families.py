@@ -261,7 +261,5 @@ def shown(prompt: str, messages: list[dict]) -> list[str]:
         ("<|im_start|>user\n誰", [{"role": "user", "content": "誰"}], ["誰"]),
     ],
 )
-def test_the_texts_of_messages_are_distinguished_from_the_scaffold(
-    prompt: str, messages: list[dict], expected: list[str]
-) -> None:
+def test_the_texts_of_messages_are_distinguished_from_the_scaffold(prompt, messages, expected):
     assert shown(prompt, messages) == expected

@@ -65,14 +65,14 @@ def received(worker: _Worker) -> list[Any]:
     return worker.transport.messages
 
 
-def test_a_change_goes_to_all_other_workers_and_only_some_are_confirmed(workers: _Workers):
+def test_a_change_goes_to_all_other_workers_and_only_some_are_confirmed(workers):
     sender, *_ = ready(workers)
     workers._take(sender, KeysChanged())
     assert [received(worker) == [KeysChanged()] for worker in workers._running - {sender}] == [True] * 3
     assert received(sender) == []
 
 
-def test_a_change_is_confirmed_when_each_other_worker_that_serves_has_confirmed_it(workers: _Workers):
+def test_a_change_is_confirmed_when_each_other_worker_that_serves_has_confirmed_it(workers):
     """A worker that is starting gets it too, and is not awaited."""
     sender, second, third = ready(workers)
     workers._take(sender, LOADED)
@@ -83,7 +83,7 @@ def test_a_change_is_confirmed_when_each_other_worker_that_serves_has_confirmed_
     assert received(sender) == [Confirmed("receipt")]
 
 
-def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers: _Workers):
+def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers):
     sender, second, third = ready(workers)
     workers._take(sender, LOADED)
     workers._take(second, Confirmed("receipt"))

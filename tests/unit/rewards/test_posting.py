@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -166,9 +166,7 @@ async def exits_in_a_coroutine(_: Json) -> float:
         (exits_in_a_coroutine, "SystemExit: no GPU"),
     ],
 )
-async def test_a_grader_that_raises_any_exception_fails_at_once_with_its_cause(
-    monkeypatch, function: Callable[[Json], float], cause: str
-):
+async def test_a_grader_that_raises_any_exception_fails_at_once_with_its_cause(monkeypatch, function, cause):
     """A thread that ends without a result would look like a function that hangs."""
     monkeypatch.setattr("turnwise.rewards.sources.load_function", lambda _: function)
     source = PythonSource(RewardSettings(source="python", function="mine:grade"))

@@ -141,7 +141,7 @@ class Policies:
 
 
 @pytest.mark.parametrize(("num_refills", "expected"), [(0, 6 + 3 * 3 + 1), (2, 6 + 3 * 5 + 1)])
-async def test_groups_wait_until_the_trainer_has_used_earlier_ones(num_refills: int, expected: int):
+async def test_groups_wait_until_the_trainer_has_used_earlier_ones(num_refills, expected):
     """3 groups a version and a lead of 2: 6 groups are admitted at once, 3 more with each of 3 versions.
 
     7 groups with equal rewards make room for 7 others, until the versions have used 3 · 2 of them. A trainer that took

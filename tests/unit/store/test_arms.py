@@ -40,7 +40,7 @@ def compared(database: Database, since: datetime.datetime = SINCE) -> tuple[Arm,
         return arms_since(connection, since, (8, 7))
 
 
-def test_finished_sessions_count_for_the_version_that_they_sampled_with(database: Database) -> None:
+def test_finished_sessions_count_for_the_version_that_they_sampled_with(database):
     play(database, "a", 8, 0.5)
     play(database, "b", 7, 1.0)
     play(database, "c", 7, 0.0)
@@ -51,7 +51,7 @@ def test_finished_sessions_count_for_the_version_that_they_sampled_with(database
     assert sorted(control.rewards) == [0.0, 1.0]
 
 
-def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Database) -> None:
+def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database):
     play(database, "a", 8, None)
     add_session(database, "open")
     with database.write() as connection:
@@ -60,18 +60,18 @@ def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Da
     assert compared(database)[0] == Arm((), 1, 1, 0)
 
 
-def test_copies_of_turns_do_not_count(database: Database) -> None:
+def test_copies_of_turns_do_not_count(database):
     """Those of a demonstration were sampled in another session, and so were the turns that a fork begins with."""
     play(database, "demonstration", 8, opened_by=IMPORT)
     play(database, "fork", 8, outcome=Outcome.UNTRAINABLE, reason=FORKED)
     assert compared(database) == (Arm(), Arm())
 
 
-def test_the_summary_of_an_arm_has_the_share_of_broken_turns() -> None:
+def test_the_summary_of_an_arm_has_the_share_of_broken_turns():
     assert Arm((0.5, 1.0), 3, 4, 3).summary(8)["broken_share"] == 0.75
 
 
-def test_failed_untrainable_and_cut_turns_are_broken(database: Database) -> None:
+def test_failed_untrainable_and_cut_turns_are_broken(database):
     play(database, "a", 8, outcome=Outcome.ERROR)
     play(database, "b", 8, outcome=Outcome.UNTRAINABLE)
     play(database, "c", 8, finish_reason="length")
@@ -80,12 +80,12 @@ def test_failed_untrainable_and_cut_turns_are_broken(database: Database) -> None
     assert (canary.num_turns, canary.num_broken) == (4, 3)
 
 
-def test_sessions_from_before_the_trial_are_not_compared(database: Database) -> None:
+def test_sessions_from_before_the_trial_are_not_compared(database):
     play(database, "a", 8)
     assert compared(database, utc_now() + datetime.timedelta(hours=1)) == (Arm(), Arm())
 
 
-def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) -> None:
+def test_a_trial_is_started_cancelled_and_permitted_again(database):
     """published → canary → published; failed → published; an active one is not touched."""
     with database.write() as connection:
         assert serving.serving_state(connection) == serving.NO_VERSIONS
@@ -132,7 +132,7 @@ def test_another_version_is_tried_by_other_sessions():
     assert abs(sum(both) - 400) < 100
 
 
-def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: Database) -> None:
+def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database):
     """A trial that is only prepared takes none; what a session was assigned to stays."""
     found = {}
     with database.write() as connection:

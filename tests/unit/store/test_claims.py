@@ -52,7 +52,7 @@ def leased_until(database: Database) -> datetime.datetime:
     return rows.from_micros(group_rows(database)["a"].leased_until)
 
 
-def test_ready_groups_are_claimed_oldest_first_and_only_once(database: Database) -> None:
+def test_ready_groups_are_claimed_oldest_first_and_only_once(database):
     add_session(database, "unfinished")
     add_ready(database, "a", "b", "c", tenant="acme")
     first = claim(database, max_groups=2)
@@ -64,7 +64,7 @@ def test_ready_groups_are_claimed_oldest_first_and_only_once(database: Database)
     assert claims.claim(database, "t", max_groups=1, lease_seconds=60) is None
 
 
-def test_a_group_with_an_expired_lease_can_be_claimed_with_the_next_fencing_token(database: Database) -> None:
+def test_a_group_with_an_expired_lease_can_be_claimed_with_the_next_fencing_token(database):
     add_ready(database, "a")
     first = claim(database, "slow", now=NOW)
     assert leased_until(database) == NOW + MINUTE
@@ -81,14 +81,14 @@ def test_a_group_with_an_expired_lease_can_be_claimed_with_the_next_fencing_toke
     assert ack(database, second, update(trainer_id="next"))
 
 
-def test_a_late_ack_is_accepted_while_no_other_trainer_has_claimed_the_group(database: Database) -> None:
+def test_a_late_ack_is_accepted_while_no_other_trainer_has_claimed_the_group(database):
     """The token decides, not the clock: finished work is not discarded without need."""
     add_ready(database, "a")
     claimed = claim(database, now=NOW - 10 * MINUTE)
     assert ack(database, claimed, update())
 
 
-def test_a_renewed_lease_does_not_expire(database: Database) -> None:
+def test_a_renewed_lease_does_not_expire(database):
     add_ready(database, "a")
     claimed = claim(database, now=NOW)
     claims.renew(database, claimed, 120, now=NOW)
@@ -96,7 +96,7 @@ def test_a_renewed_lease_does_not_expire(database: Database) -> None:
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE) is None
 
 
-def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its_lease(database: Database) -> None:
+def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its_lease(database):
     """As after a stop of the process, or a jump of the database's clock. Another trainer may claim it."""
     add_ready(database, "a", "b")
     held = claim(database, max_groups=1).group_pks
@@ -115,14 +115,14 @@ def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its
     assert claim(database, "other").group_pks == held
 
 
-def test_leases_are_measured_by_the_databases_own_clock(database: Database) -> None:
+def test_leases_are_measured_by_the_databases_own_clock(database):
     add_ready(database, "a")
     claim(database)
     assert abs(leased_until(database) - MINUTE - utc_now()) < MINUTE / 2
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60) is None
 
 
-def test_a_lease_from_before_the_clock_was_set_back_is_void(database: Database) -> None:
+def test_a_lease_from_before_the_clock_was_set_back_is_void(database):
     """Otherwise no trainer could claim a dead trainer's groups until the clock has caught up."""
     add_ready(database, "a")
     dead = claim(database, now=NOW)
@@ -132,7 +132,7 @@ def test_a_lease_from_before_the_clock_was_set_back_is_void(database: Database) 
     assert again.groups[0].fencing_token == dead.groups[0].fencing_token + 1
 
 
-def test_no_lease_is_longer_than_the_longest(database: Database) -> None:
+def test_no_lease_is_longer_than_the_longest(database):
     add_ready(database, "a")
     claimed = claims.claim(database, "t", max_groups=1, lease_seconds=1e6, now=NOW)
     assert leased_until(database) == NOW + 60 * MINUTE
@@ -140,7 +140,7 @@ def test_no_lease_is_longer_than_the_longest(database: Database) -> None:
     assert leased_until(database) == NOW + 61 * MINUTE
 
 
-def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Database) -> None:
+def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database):
     add_ready(database, "a", "b")
     claimed = claim(database)
     published = PolicyVersion(version=1, path="/1", update_id=1)
@@ -157,9 +157,7 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     assert recorded[0].num_tokens == 2
 
 
-def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_version_holds_it(
-    database: Database,
-) -> None:
+def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_version_holds_it(database):
     """Other tenants read updates. A deletion removes sessions and groups, which are named by digests, from the rest."""
     add_ready(database, "a", "b")
     add_ready(database, "c")
@@ -187,7 +185,7 @@ def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_ver
         assert processes.kept_state(connection, 0) is None, "the checkpoint of the version holds it"
 
 
-def test_an_ack_is_all_or_nothing(database: Database) -> None:
+def test_an_ack_is_all_or_nothing(database):
     """The second group was lost: the first is not trained, the update not recorded, the policy not published."""
     add_ready(database, "a")
     add_ready(database, "b")
@@ -203,7 +201,7 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
             versions.get_version(connection, 1)
 
 
-def test_a_deleted_group_stops_neither_the_lease_nor_the_update_of_the_others(database: Database) -> None:
+def test_a_deleted_group_stops_neither_the_lease_nor_the_update_of_the_others(database):
     """Its number may be that of a newer group, which a later claim of the same trainer holds."""
     add_ready(database, "a")
     add_ready(database, "b")
@@ -226,7 +224,7 @@ def test_a_deleted_group_stops_neither_the_lease_nor_the_update_of_the_others(da
     assert group_rows(database)["c"].status == "ready"
 
 
-def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database: Database) -> None:
+def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database):
     add_ready(database, "a")
     claimed = claim(database)
     assert ack(database, claimed, update())
@@ -237,7 +235,7 @@ def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(databa
         ack(database, claimed, update_record(1, trainer_id="t", policy_version=7))
 
 
-def test_a_claim_is_over_once_its_groups_were_acked_released_or_taken_back(database: Database) -> None:
+def test_a_claim_is_over_once_its_groups_were_acked_released_or_taken_back(database):
     """No other trainer has claimed them meanwhile, so the fencing token is the same."""
     add_ready(database, "acked", "released", "taken")
     acked, released, taken = (claim(database, max_groups=1) for _ in range(3))
@@ -250,7 +248,7 @@ def test_a_claim_is_over_once_its_groups_were_acked_released_or_taken_back(datab
     assert [row.update_id for row in group_rows(database).values()] == [1, None, None]
 
 
-def test_released_groups_are_ready_again(database: Database) -> None:
+def test_released_groups_are_ready_again(database):
     add_ready(database, "a", "b")
     claims.release(database, claim(database, max_groups=1), "shutting down")
     assert group_rows(database)["a"].reason == "shutting down"
@@ -258,7 +256,7 @@ def test_released_groups_are_ready_again(database: Database) -> None:
     assert [(group.group_id, group.fencing_token) for group in again.groups] == [("a", 2), ("b", 1)]
 
 
-def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database: Database) -> None:
+def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database):
     add_ready(database, "a", "b", "c")
     dead = claim(database, "t", max_groups=1)
     claim(database, "other", max_groups=1)
@@ -273,7 +271,7 @@ def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database: Da
         ack(database, dead, update())
 
 
-def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(database: Database) -> None:
+def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(database):
     for session_id, sampled_by in (("old", (3, 1)), ("new", (2, 3)), ("old_error", (2,)), ("no_turns", ())):
         with database.write() as connection:
             sessions.create_session(connection, Session(session_id=session_id))
@@ -300,7 +298,7 @@ def _named(turn: Turn, turn_id: str) -> Turn:
     return dataclasses.replace(turn, turn_id=turn_id, chain_id=turn_id)
 
 
-def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: Database, database_url: str) -> None:
+def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database, database_url):
     """Each trainer has its own connections, as separate processes have; every group is acked once."""
     names = [f"s{n}" for n in range(24)]
     add_ready(database, *names, turns=0)

@@ -46,7 +46,7 @@ def consent_of(database: Database, session_id: str, tenant: str = "default") -> 
 
 
 @pytest.mark.parametrize("kind", ["user", "key", "tenant"])
-def test_a_mark_reaches_the_sessions_that_there_are_and_new_ones_but_no_other_tenant(database, kind) -> None:
+def test_a_mark_reaches_the_sessions_that_there_are_and_new_ones_but_no_other_tenant(database, kind):
     [(_, name)] = HOLDER[kind].items() or [("", "")]
     own = HOLDER[kind]
     for tenant in ("default", "other"):
@@ -65,7 +65,7 @@ def test_a_mark_reaches_the_sessions_that_there_are_and_new_ones_but_no_other_te
     assert (consent_of(database, "later"), consent_of(database, "new")) == ((True, True), (False, True))
 
 
-def test_the_strictest_of_session_user_key_and_tenant_wins_and_a_mark_only_becomes_stricter(database) -> None:
+def test_the_strictest_of_session_user_key_and_tenant_wins_and_a_mark_only_becomes_stricter(database):
     apply(database, mark("user", "kim", record=False))
     apply(database, mark("user", "kim"))
     apply(database, mark("tenant"))
@@ -76,7 +76,7 @@ def test_the_strictest_of_session_user_key_and_tenant_wins_and_a_mark_only_becom
         sessions.change_session(conn, Session(session_id="one", train=True), {"train"})
 
 
-def test_copies_and_sessions_that_continue_a_marked_one_are_marked_with_it_and_after_it(database) -> None:
+def test_copies_and_sessions_that_continue_a_marked_one_are_marked_with_it_and_after_it(database):
     add_session(database, "s", turns=2)
     add_session(database, "s~2", continues="s")
     fork(database, "copy", "s-t2")
@@ -91,7 +91,7 @@ def test_copies_and_sessions_that_continue_a_marked_one_are_marked_with_it_and_a
 
 
 @pytest.mark.parametrize("record", [True, False])
-def test_a_session_that_gets_a_marked_user_later_is_marked_with_its_copies(database, record) -> None:
+def test_a_session_that_gets_a_marked_user_later_is_marked_with_its_copies(database, record):
     apply(database, mark("user", "kim", record=record))
     for name in ("open", "over"):
         add_session(database, name, turns=1)
@@ -113,7 +113,7 @@ def fork(database: Database, session_id: str, turn_id: str) -> None:
         forks.copy_turns(conn, session, path[0], path)
 
 
-def test_a_marked_session_is_in_no_group_and_a_ready_one_leaves_the_claimable(database) -> None:
+def test_a_marked_session_is_in_no_group_and_a_ready_one_leaves_the_claimable(database):
     add_finished(database, "ready", user_id="kim")
     add_finished(database, "denied", train=False)
     add_finished(database, "kept")
@@ -126,7 +126,7 @@ def test_a_marked_session_is_in_no_group_and_a_ready_one_leaves_the_claimable(da
     assert (progress.status, progress.reason) == ("dropped", "no_consent")
 
 
-def test_of_a_claimed_group_the_sessions_without_a_mark_are_trained_and_the_lease_holds(database) -> None:
+def test_of_a_claimed_group_the_sessions_without_a_mark_are_trained_and_the_lease_holds(database):
     for name in ("a", "b"):
         add_session(database, name, group_id="g", group_size=2, user_id=name)
         finish(database, name)
@@ -144,7 +144,7 @@ def test_of_a_claimed_group_the_sessions_without_a_mark_are_trained_and_the_leas
         assert list(experiences.experiences_of_groups(conn, held.group_pks)) == []
 
 
-def test_exports_and_the_regression_set_leave_marked_sessions_out_unless_they_are_asked_for(database) -> None:
+def test_exports_and_the_regression_set_leave_marked_sessions_out_unless_they_are_asked_for(database):
     add_finished(database, "denied", train=False, metadata={"n": 1})
     add_finished(database, "kept")
     with database.read() as conn:
@@ -155,7 +155,7 @@ def test_exports_and_the_regression_set_leave_marked_sessions_out_unless_they_ar
         assert len(experiences.live_sessions(conn, 9)) == 1
 
 
-def test_a_session_that_comes_back_from_an_archive_gets_the_marks_that_were_made_meanwhile(database) -> None:
+def test_a_session_that_comes_back_from_an_archive_gets_the_marks_that_were_made_meanwhile(database):
     add_finished(database, "s", user_id="kim")
     with database.read() as conn:
         found = conn.execute(table.select()).all()
@@ -169,7 +169,7 @@ def test_a_session_that_comes_back_from_an_archive_gets_the_marks_that_were_made
     assert consent_of(database, "s") == (False, False)
 
 
-def test_a_tenants_marks_are_listed_in_pages_and_deleted_with_it(database) -> None:
+def test_a_tenants_marks_are_listed_in_pages_and_deleted_with_it(database):
     marks = [mark("key", "k1"), mark("tenant"), mark("user", "kim", record=False), mark("user", "lee")]
     for one in marks:
         apply(database, one)

@@ -6,7 +6,6 @@ import datetime
 
 import sqlalchemy as sa
 
-from turnwise.store.database import Database
 from turnwise.store.processes import KEPT_MINUTES, Activity, add_activity, idle_shares
 from turnwise.store.schema import engine_minutes
 
@@ -22,7 +21,7 @@ def bits(first: int, last: int) -> int:
     return sum(1 << second for second in range(first, last))
 
 
-def test_the_seconds_of_several_processes_are_combined(database: Database) -> None:
+def test_the_seconds_of_several_processes_are_combined(database):
     with database.write() as connection:
         # Two processes sent calls to engine a, from second 0 to 15 and from 10 to 30; engine b ran none.
         add_activity(connection, {(MINUTE, "a"): Activity(ALL, bits(0, 15)), (MINUTE, "b"): Activity(ALL, 0)})
@@ -40,7 +39,7 @@ def test_the_seconds_of_several_processes_are_combined(database: Database) -> No
         assert idle_shares(connection, {}) == {}
 
 
-def test_old_minutes_are_deleted(database: Database) -> None:
+def test_old_minutes_are_deleted(database):
     with database.write() as connection:
         add_activity(connection, {(MINUTE, "a"): Activity(1, 1)})
         add_activity(connection, {(MINUTE + KEPT_MINUTES, "a"): Activity(1, 1)})

@@ -19,7 +19,7 @@ from turnwise.store.selection import SessionFilter
 from turnwise.types import Feedback, FeedbackKind, Label, Session, Split
 
 
-def test_a_session_has_a_limited_number_of_feedback(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_has_a_limited_number_of_feedback(database, monkeypatch):
     """Feedback of a target, kind and name that there is replaces it, and the limit of one session is its own."""
     monkeypatch.setattr(feedback, "MAX_FEEDBACK", 2)
     add_session(database, "s")
@@ -54,7 +54,7 @@ def edited(database: Database, text: str, reply_to: str = "s-t1") -> tuple[Feedb
     return given, [feedback.written(better, text, np.array([7, 8], np.int32)), worse]
 
 
-def test_an_edit_that_is_refused_leaves_no_session(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_that_is_refused_leaves_no_session(database, monkeypatch):
     """The limits of feedback and of copies, a used key, and a turn whose session is deleted meanwhile."""
     add_session(database, "s", turns=1)
     given, pair = edited(database, "Rome")
@@ -80,7 +80,7 @@ def test_an_edit_that_is_refused_leaves_no_session(database: Database, monkeypat
         assert sessions.list_sessions(conn, SessionFilter(tenant="default"))[0] == []
 
 
-def test_an_edit_of_a_long_conversation_adds_one_turn_to_each_session_with_the_whole_prompt(database: Database) -> None:
+def test_an_edit_of_a_long_conversation_adds_one_turn_to_each_session_with_the_whole_prompt(database):
     add_session(database, "s", turns=3)
     given, pair = edited(database, "Rome", "s-t3")
     with database.write() as conn:
@@ -95,7 +95,7 @@ def test_an_edit_of_a_long_conversation_adds_one_turn_to_each_session_with_the_w
             assert made.turn.prompt_length == asked.prompt_token_ids.size
 
 
-def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_split() -> None:
+def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_split():
     """So its policy learns from it, and the deletion of the user's data finds it."""
     original = Session(
         session_id="s", tenant="acme", task_id="refund", split=Split.EVAL, policy_id=7, user_id="kim", group_id="g"
@@ -109,7 +109,7 @@ def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_sp
     assert (made.session_id, made.group_id, made.group_size) == ("feedback-1-1", "feedback-1", 2)
 
 
-def test_a_rating_after_training_makes_the_session_ready_again_where_revisions_are_trained(database: Database) -> None:
+def test_a_rating_after_training_makes_the_session_ready_again_where_revisions_are_trained(database):
     add_finished(database, "s", tenant="t")
     with database.write() as conn:
         acknowledge(conn, 1, "s")
@@ -124,7 +124,7 @@ def set_label(database: Database, session_id: str, label: str, note: str | None 
         return sessions.set_label(conn, tenant, session_id, Label(label=label, note=note, written_by="me"))
 
 
-def test_a_label_is_stored_with_its_note_replaced_and_removed(database: Database) -> None:
+def test_a_label_is_stored_with_its_note_replaced_and_removed(database):
     add_session(database)
     set_label(database, "s", "look-at")
     labelled = set_label(database, "s", "golden", "good\0 \N{FIRE}")
@@ -141,7 +141,7 @@ def test_a_label_is_stored_with_its_note_replaced_and_removed(database: Database
             sessions.remove_label(conn, "default", "other", "golden")
 
 
-def test_lists_records_and_experiences_are_filtered_by_label(database: Database) -> None:
+def test_lists_records_and_experiences_are_filtered_by_label(database):
     for tenant in ("a", "b"):
         for session_id in ("one", "two"):
             add_finished(database, session_id, tenant=tenant)
@@ -159,7 +159,7 @@ def test_lists_records_and_experiences_are_filtered_by_label(database: Database)
         assert sessions.list_sessions(conn, SessionFilter(tenant="a", label="other")) == ([], False)
 
 
-def test_a_session_has_a_limited_number_of_labels(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_has_a_limited_number_of_labels(database, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_LABELS", 2)
     add_session(database)
     set_label(database, "s", "a")
@@ -169,7 +169,7 @@ def test_a_session_has_a_limited_number_of_labels(database: Database, monkeypatc
         set_label(database, "s", "c")
 
 
-def test_labels_are_deleted_with_their_session(database: Database) -> None:
+def test_labels_are_deleted_with_their_session(database):
     for session_id in ("new", "old"):
         add_session(database, session_id, turns=0)
         set_label(database, session_id, "golden")

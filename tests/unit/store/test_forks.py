@@ -26,7 +26,7 @@ def fork(database: Database, turn_id: str, session_id: str = "fork", *, before: 
             return sizes
 
 
-def test_a_long_path_is_copied_in_slices_and_each_turn_once(database: Database) -> None:
+def test_a_long_path_is_copied_in_slices_and_each_turn_once(database):
     add_session(database, turns=45)
     add_session(database, "other")
     assert fork(database, "s-t44") == [20, 40, 44]
@@ -42,7 +42,7 @@ def test_a_long_path_is_copied_in_slices_and_each_turn_once(database: Database) 
             fork(database, "s-t2", name)
 
 
-def test_a_fork_that_was_cut_off_goes_on_where_it_ended(database: Database) -> None:
+def test_a_fork_that_was_cut_off_goes_on_where_it_ended(database):
     add_session(database, turns=30)
     with database.write() as connection:
         first = [f"s-t{number}" for number in range(1, 21)]
@@ -50,7 +50,7 @@ def test_a_fork_that_was_cut_off_goes_on_where_it_ended(database: Database) -> N
     assert fork(database, "s-t30") == [30]
 
 
-def test_large_turns_are_copied_one_by_one(database: Database) -> None:
+def test_large_turns_are_copied_one_by_one(database):
     with database.write() as connection:
         sessions.create_session(connection, Session(session_id="s"))
         first = make_turn("t1", messages=[{"role": "user", "content": "x" * (forks.SLICE_BYTES + 1)}])
@@ -59,7 +59,7 @@ def test_large_turns_are_copied_one_by_one(database: Database) -> None:
     assert fork(database, "t2") == [1, 2]
 
 
-def test_a_fork_of_a_session_that_is_deleted_meanwhile_copies_nothing_more(database: Database) -> None:
+def test_a_fork_of_a_session_that_is_deleted_meanwhile_copies_nothing_more(database):
     """The turns are still stored, but not readable; what was copied before belongs to the fork and stays whole."""
     add_session(database, turns=30)
     path = [f"s-t{number}" for number in range(1, 31)]

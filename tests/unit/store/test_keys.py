@@ -7,11 +7,10 @@ import sqlalchemy as sa
 
 from turnwise.errors import NotFound
 from turnwise.store import keys, retention, schema
-from turnwise.store.database import Database
 from turnwise.store.keys import KeyRole
 
 
-def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
+def test_a_key_is_verified_until_it_is_revoked(database):
     with database.write() as connection:
         key_id, key = keys.create_key(connection, "acme", KeyRole.TRAINER, "nightly")
         verified = keys.verify_key(connection, key)
@@ -31,7 +30,7 @@ def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
             keys.revoke_key(connection, "nobody")
 
 
-def test_a_store_that_had_a_key_is_never_open_again(database: Database) -> None:
+def test_a_store_that_had_a_key_is_never_open_again(database):
     with database.write() as connection:
         assert not keys.any_keys(connection)
         keys.create_key(connection, "only", KeyRole.ADMIN, "")
@@ -40,7 +39,7 @@ def test_a_store_that_had_a_key_is_never_open_again(database: Database) -> None:
         assert keys.any_keys(connection)
 
 
-def test_only_the_whole_key_is_accepted(database: Database) -> None:
+def test_only_the_whole_key_is_accepted(database):
     with database.write() as connection:
         key_id, key = keys.create_key(connection, "acme", KeyRole.AGENT, "a")
         other_id, _ = keys.create_key(connection, "acme", KeyRole.ADMIN, "b")
@@ -61,7 +60,7 @@ def test_only_the_whole_key_is_accepted(database: Database) -> None:
         assert [keys.verify_key(connection, presented) for presented in wrong] == [None] * len(wrong)
 
 
-def test_the_secret_is_not_in_the_database(database: Database) -> None:
+def test_the_secret_is_not_in_the_database(database):
     with database.write() as connection:
         key_id, key = keys.create_key(connection, "acme", KeyRole.AGENT, "a")
         row = connection.execute(sa.select(schema.api_keys)).one()
@@ -70,7 +69,7 @@ def test_the_secret_is_not_in_the_database(database: Database) -> None:
     assert len(secret) == 43  # 32 bytes, six bits a character
 
 
-def test_keys_are_listed_of_all_tenants_or_of_one(database: Database) -> None:
+def test_keys_are_listed_of_all_tenants_or_of_one(database):
     with database.write() as connection:
         first, _ = keys.create_key(connection, "a", KeyRole.AGENT, "x")
         second, _ = keys.create_key(connection, "b", KeyRole.AGENT, "y")
@@ -78,7 +77,7 @@ def test_keys_are_listed_of_all_tenants_or_of_one(database: Database) -> None:
         assert [key.key_id for key in keys.list_keys(connection, "b")] == [second]
 
 
-def test_all_processes_share_one_server_secret(database: Database) -> None:
+def test_all_processes_share_one_server_secret(database):
     secrets = []
     for _ in range(2):
         with database.write() as connection:
@@ -87,7 +86,7 @@ def test_all_processes_share_one_server_secret(database: Database) -> None:
     assert len(secrets[0]) == 32
 
 
-def test_usage_is_summed_by_key_tenant_and_day(database: Database) -> None:
+def test_usage_is_summed_by_key_tenant_and_day(database):
     with database.write() as connection:
         keys.add_usage(connection, {("a", "k1", 10): 3, ("a", "k2", 11): 4, ("b", "k1", 11): 100})
         keys.add_usage(connection, {("a", "k1", 10): 5, ("a", "k1", 12): 1})
@@ -98,7 +97,7 @@ def test_usage_is_summed_by_key_tenant_and_day(database: Database) -> None:
         assert keys.used_by_key(connection, "a", since_day=11) == {"k1": 1, "k2": 4}
 
 
-def test_a_deleted_tenant_leaves_no_usage(database: Database) -> None:
+def test_a_deleted_tenant_leaves_no_usage(database):
     with database.write() as connection:
         keys.create_key(connection, "a", keys.KeyRole.AGENT, "")
         keys.add_usage(connection, {("a", "k", 1): 3, ("b", "k", 1): 4})

@@ -53,7 +53,7 @@ def append_and_read(connection: Connection, batch: list[Turn]) -> list[Turn]:
     ]
 
 
-def test_a_full_or_different_group_refuses_a_session(database: Database) -> None:
+def test_a_full_or_different_group_refuses_a_session(database):
     add_session(database, "a", group_id="g", group_size=1)
     with pytest.raises(Conflict, match="size 1, not 2"):
         add_session(database, "b", group_id="g", group_size=2)
@@ -66,7 +66,7 @@ def test_a_full_or_different_group_refuses_a_session(database: Database) -> None
         add_session(database, "c", group_size=2)
 
 
-def test_a_turn_is_read_bit_for_bit(database: Database) -> None:
+def test_a_turn_is_read_bit_for_bit(database):
     add_session(database, turns=0)
     turn = make_turn(
         "t1",
@@ -103,7 +103,7 @@ def test_a_turn_is_read_bit_for_bit(database: Database) -> None:
             assert got == expected, field.name
 
 
-def test_turns_of_many_sessions_are_numbered_within_their_session(database: Database) -> None:
+def test_turns_of_many_sessions_are_numbered_within_their_session(database):
     add_session(database, "a", turns=0)
     add_session(database, "b", turns=0)
     first = make_turn("t1", session_id="a")
@@ -118,7 +118,7 @@ def test_turns_of_many_sessions_are_numbered_within_their_session(database: Data
     assert session.last_active_at == branch.created_at
 
 
-def test_a_replayed_turn_is_stored_once_and_returned(database: Database) -> None:
+def test_a_replayed_turn_is_stored_once_and_returned(database):
     """By its id, by its request key under another id, and inside one batch."""
     add_session(database, turns=0)
     turn = make_turn("t1", request_key="key")
@@ -131,7 +131,7 @@ def test_a_replayed_turn_is_stored_once_and_returned(database: Database) -> None
     assert (stored_session(database).num_turns, stored_session(database).num_chains) == (1, 1)
 
 
-def test_a_turn_must_fit_the_session_that_it_names(database: Database) -> None:
+def test_a_turn_must_fit_the_session_that_it_names(database):
     add_session(database, "a", turns=1)
     add_session(database, "b", turns=0)
     foreign = dataclasses.replace(make_turn("t2", session_id="b"), parent_turn_id="a-t1")
@@ -146,7 +146,7 @@ def test_a_turn_must_fit_the_session_that_it_names(database: Database) -> None:
         assert append_rows(connection, []) == []
 
 
-def test_a_turn_for_an_ended_session_is_stored_but_not_trained(database: Database) -> None:
+def test_a_turn_for_an_ended_session_is_stored_but_not_trained(database):
     add_finished(database, turns=1)
     late = make_turn("t2")
     broken = make_turn("t3", outcome=Outcome.ABORTED, reason="client_left")
@@ -159,7 +159,7 @@ def test_a_turn_for_an_ended_session_is_stored_but_not_trained(database: Databas
     assert stored_session(database).num_turns == 3
 
 
-def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database: Database) -> None:
+def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database):
     """Four threads append to the same two sessions, in opposite orders so that lock order matters."""
     add_session(database, "a", turns=0)
     add_session(database, "b", turns=0)
@@ -180,7 +180,7 @@ def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database: 
             assert [entry.seq for entry in index] == list(range(40))
 
 
-def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database: Database) -> None:
+def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database):
     add_session(database, "a")
     with database.write() as connection:
         first = sessions.end_session(connection, "default", "a", "env_done")
@@ -196,7 +196,7 @@ def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database
         sessions.end_session(connection, "default", "c")
 
 
-def test_only_idle_sessions_expire(database: Database) -> None:
+def test_only_idle_sessions_expire(database):
     add_session(database, "old", turns=0, created_at=utc_now() - 2 * HOUR)
     add_session(database, "new", turns=0)
     with database.write() as connection:
@@ -206,7 +206,7 @@ def test_only_idle_sessions_expire(database: Database) -> None:
     assert stored_session(database, "new").status is SessionStatus.OPEN
 
 
-def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(database: Database) -> None:
+def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(database):
     for session_id in ("end_last", "reward_last", "expired"):
         add_session(database, session_id)
     finish(database, "end_last")
@@ -224,7 +224,7 @@ def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(d
     assert groups_by_status(database) == {"ready": 3}
 
 
-def test_a_group_is_ready_when_as_many_sessions_as_its_size_are_finished(database: Database) -> None:
+def test_a_group_is_ready_when_as_many_sessions_as_its_size_are_finished(database):
     for session_id in ("a", "b", "c"):
         add_session(database, session_id, turns=0, group_id="g", group_size=2)
     finish(database, "a")
@@ -235,7 +235,7 @@ def test_a_group_is_ready_when_as_many_sessions_as_its_size_are_finished(databas
     assert groups_by_status(database) == {"ready": 1}
 
 
-def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turns(database: Database) -> None:
+def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turns(database):
     add_session(database, turns=0)
     with database.write() as connection:
         append_turns(connection, [make_turn(f"t{n}", step=step) for n, step in ((1, 0), (2, 0), (3, 1))])
@@ -268,9 +268,7 @@ def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turn
         (Reward(session_id="s", turn_id="s-t1", step=0, value=1), InvalidRequest, "not both"),
     ],
 )
-def test_an_invalid_reward_refuses_its_whole_list(
-    database: Database, line: Reward, error: type[Exception], says: str
-) -> None:
+def test_an_invalid_reward_refuses_its_whole_list(database, line, error, says):
     add_session(database)
     good = Reward(session_id="s", value=1, tenant=line.tenant)
     lines = [good, line] if line.tenant == "default" else [line]
@@ -279,7 +277,7 @@ def test_an_invalid_reward_refuses_its_whole_list(
     assert stored_session(database).reward is None
 
 
-def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(database: Database) -> None:
+def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(database):
     add_session(database, turns=2)
     for _ in range(2):
         with database.write() as connection:
@@ -293,7 +291,7 @@ def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(databas
         assert rewards.add_rewards(connection, []) == []
 
 
-def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Database) -> None:
+def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database):
     """Else one session's agent could use up the key of another one's grader. The deletion of its session frees it."""
     for session_id in ("s", "t"):
         add_session(database, session_id)
@@ -311,7 +309,7 @@ def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Da
         assert rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [0]
 
 
-def test_tenants_have_answers_of_their_own_to_one_key_for_sessions_of_one_name(database: Database) -> None:
+def test_tenants_have_answers_of_their_own_to_one_key_for_sessions_of_one_name(database):
     add_session(database, "s", turns=2)
     add_session(database, "s", tenant="other", turns=0)
     with database.write() as connection:
@@ -322,7 +320,7 @@ def test_tenants_have_answers_of_their_own_to_one_key_for_sessions_of_one_name(d
         assert overview.count_rows(connection).num_rewards == 2
 
 
-def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:
+def test_a_refused_post_does_not_use_its_idempotency_key(database):
     """Otherwise the corrected post under the same key would be refused forever."""
     add_session(database)
     with pytest.raises(NotFound), database.write() as connection:
@@ -332,7 +330,7 @@ def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> 
         assert rewards.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b") == [1]
 
 
-def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(database: Database) -> None:
+def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(database):
     add_session(database, "a", turns=0, group_id="some", group_size=2)
     add_session(database, "b", turns=0, group_id="some", group_size=2)
     add_session(database, "c", turns=0, group_id="none", group_size=2)
@@ -349,7 +347,7 @@ def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(databa
     assert groups_by_status(database) == {"ready": 2, "dropped": 1}
 
 
-def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> None:
+def test_a_group_with_an_active_session_is_not_stalled(database):
     """Turns do not touch the group's row: the session's own activity counts."""
     long_ago = utc_now() - 2 * HOUR
     add_session(database, turns=0, group_id="g", created_at=long_ago)
@@ -358,7 +356,7 @@ def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> No
         assert groups.stalled(utc_now() - HOUR, "drop").make(connection) == []
 
 
-def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:
+def test_policies_are_published_once_activated_retired_and_pinned(database):
     with database.write() as connection:
         assert serving.serving_state(connection).active is None
         assert serving.serving_state(connection).newest is None
@@ -397,7 +395,7 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         versions.publish_version(connection, PolicyVersion(version=1, path="/other"))
 
 
-def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(database: Database) -> None:
+def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(database):
     base = PolicyVersion(version=0, path="/0")
     three = [PolicyVersion(version=number, path=f"/{number}", update_id=number) for number in (1, 2, 3)]
     with database.write() as connection:
@@ -417,7 +415,7 @@ def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(da
         ]
 
 
-def test_old_idempotent_answers_are_deleted(database: Database) -> None:
+def test_old_idempotent_answers_are_deleted(database):
     """A newer answer is returned again; an older one is deleted, so its key appends again."""
     add_session(database, turns=1)
     lines = [Reward(session_id="s", value=1)]
@@ -431,7 +429,7 @@ def test_old_idempotent_answers_are_deleted(database: Database) -> None:
         assert overview.count_rows(connection).num_rewards == 2
 
 
-def test_idle_sessions_expire_in_batches(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_sessions_expire_in_batches(database, monkeypatch):
     monkeypatch.setattr(sessions, "CLOSED_AT_ONCE", 3)
     for number in range(5):
         add_session(database, f"s{number}")
@@ -442,7 +440,7 @@ def test_idle_sessions_expire_in_batches(database: Database, monkeypatch: pytest
         assert len(sessions.expire_idle_sessions(connection, later)) == 2
 
 
-def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_chain(database: Database) -> None:
+def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_chain(database):
     """In one transaction or in several, whatever chain id each of them has."""
     with database.write() as connection:
         sessions.create_session(connection, Session(session_id="s"))
@@ -458,9 +456,7 @@ def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_ch
     assert session.num_chains == 3
 
 
-def test_the_versions_of_a_chain_are_the_oldest_and_the_newest_also_after_a_roll_back_within_a_turn(
-    database: Database,
-) -> None:
+def test_the_versions_of_a_chain_are_the_oldest_and_the_newest_also_after_a_roll_back_within_a_turn(database):
     """Version 3 sampled the second turn's first token. The chain is not one that version 2 sampled alone."""
     add_session(database, turns=0)
     first = make_turn("t1", policy_version_first=2, policy_version_last=2)

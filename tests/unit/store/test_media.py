@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def filled(database: Database) -> Database:
     return database
 
 
-def test_a_tenant_stores_an_image_once_and_reads_only_its_own(filled: Database) -> None:
+def test_a_tenant_stores_an_image_once_and_reads_only_its_own(filled):
     assert sorted(stored_files(filled)) == [("default", DIGEST), ("other", DIGEST)]
     with filled.read() as connection:
         assert media.read_media(connection, "default", [DIGEST, "0" * 64]) == {DIGEST: ("image/png", FILE)}
@@ -68,7 +67,7 @@ def test_a_tenant_stores_an_image_once_and_reads_only_its_own(filled: Database) 
         assert not media.read_media(connection, "nobody", [DIGEST])
 
 
-def test_a_message_that_only_quotes_an_image_does_not_link_it(filled: Database) -> None:
+def test_a_message_that_only_quotes_an_image_does_not_link_it(filled):
     add_session(filled, "q", turns=0)
     named = {"image_url": {"url": f"image:{DIGEST}"}}
     messages = [{"role": "user", "content": str(named), "note": named}, shown("1" * 64)]
@@ -77,7 +76,7 @@ def test_a_message_that_only_quotes_an_image_does_not_link_it(filled: Database) 
         assert not media.read_media(connection, "default", [DIGEST], session_id="q")
 
 
-def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled: Database, tmp_path: Path) -> None:
+def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled, tmp_path):
     with filled.read() as connection:
         path, _ = forks.read_path(connection, Session(session_id="fork"), "a-t1", before=False)
     with filled.write() as connection:
@@ -98,7 +97,7 @@ def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled: Da
     assert not any(FILE[:40] in file.read_bytes() for file in files)
 
 
-def test_a_forgotten_person_leaves_an_image_only_to_another_one_who_showed_it(database: Database) -> None:
+def test_a_forgotten_person_leaves_an_image_only_to_another_one_who_showed_it(database):
     for user in ("ann", "bob"):
         add_session(database, user, user_id=user, turns=0)
         append(database, with_image(f"{user}-t1", user), **{DIGEST: media.Media("image/png", FILE)})
@@ -110,7 +109,7 @@ def test_a_forgotten_person_leaves_an_image_only_to_another_one_who_showed_it(da
             assert not media.read_media(connection, "default", [DIGEST], session_id=user)
 
 
-def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled: Database) -> None:
+def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled):
     with filled.write() as connection:
         for session_id in ("a", "b"):
             retention.delete_session(connection, "default", session_id)
@@ -136,7 +135,7 @@ def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled:
         assert media.read_media(connection, "default", [DIGEST], session_id="late")
 
 
-def test_an_archive_takes_images_out_and_brings_them_back(filled: Database, tmp_path: Path) -> None:
+def test_an_archive_takes_images_out_and_brings_them_back(filled, tmp_path):
     for session_id, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
         finish(filled, session_id, tenant=tenant)
     before = utc_now().replace(year=2100)
@@ -149,7 +148,7 @@ def test_an_archive_takes_images_out_and_brings_them_back(filled: Database, tmp_
         assert media.read_media(connection, "other", [DIGEST], session_id="c") == {DIGEST: ("image/png", FILE)}
 
 
-def test_a_claimed_experience_has_its_images_with_their_files(filled: Database) -> None:
+def test_a_claimed_experience_has_its_images_with_their_files(filled):
     second = make_turn("t2", with_image("a-t1", "a"), session_id="a", messages=[shown()])
     placed = {**PLACED, "offset": second.prompt_length - 1, "length": 1, "runs": [[second.prompt_length - 1, 1]]}
     second.images = [placed]
@@ -167,7 +166,7 @@ def test_a_claimed_experience_has_its_images_with_their_files(filled: Database) 
     assert chains.experience_json(listed)["images"][0] == {**PLACED, "runs": ((0, 2),)}
 
 
-def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equal_keys() -> None:
+def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equal_keys():
     tokens = np.array([9, 9, 9, 8], np.int32)
     image = PlacedImage.of_json(PLACED)
     other = PlacedImage.of_json({**PLACED, "digest": "1" * 64})
@@ -180,7 +179,7 @@ def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equ
     assert not np.isin(chains.token_keys(tokens, [other])[:2], keys).any()
 
 
-def test_a_changed_place_of_an_image_changes_the_turns_digest(filled: Database) -> None:
+def test_a_changed_place_of_an_image_changes_the_turns_digest(filled):
     with filled.read() as connection:
         view = turns.read_turn(connection, "default", "a-t1")
     moved = [{**PLACED, "offset": 2}]
@@ -189,7 +188,7 @@ def test_a_changed_place_of_an_image_changes_the_turns_digest(filled: Database) 
     assert rows.turn_row(view.turn, 0)["digest"] != view.turn.digest
 
 
-def test_an_exported_conversation_shows_its_images_and_formats_of_text_leave_it_out(filled: Database) -> None:
+def test_an_exported_conversation_shows_its_images_and_formats_of_text_leave_it_out(filled):
     with filled.read() as connection:
         (document,) = _sessions(connection, SessionFilter(session_id="a"))
     (line,) = training_formats.openai_lines(document)
@@ -198,7 +197,7 @@ def test_an_exported_conversation_shows_its_images_and_formats_of_text_leave_it_
     assert list(training_formats.trl_lines(document)) == []
 
 
-def test_verify_finds_an_image_that_was_changed_or_lies_outside_of_its_turn(filled: Database) -> None:
+def test_verify_finds_an_image_that_was_changed_or_lies_outside_of_its_turn(filled):
     reports = []
     changed = sa.update(schema.media).where(schema.media.c.tenant == "default").values(content=b"other")
     moved = rows.TURNS.values({"images": [{**PLACED, "offset": 1}]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def publish(database: Database, *published: PolicyVersion, is_served: bool = Tru
                 serving.activate_version(conn, version.version)
 
 
-def test_a_policy_is_created_once_and_found_by_its_tenant_only(database: Database, two: tuple[int, int]) -> None:
+def test_a_policy_is_created_once_and_found_by_its_tenant_only(database, two):
     with database.write() as conn:
         assert policies.create_policy(conn, "a", "support") == (
             policies.find_policy(conn, "a", "support"),
@@ -88,7 +87,7 @@ def test_a_policy_is_created_once_and_found_by_its_tenant_only(database: Databas
             policies.find_policy(conn, "c", "support")
 
 
-def test_the_default_policy_is_the_same_in_an_empty_ledger_and_after_its_first_version(database: Database) -> None:
+def test_the_default_policy_is_the_same_in_an_empty_ledger_and_after_its_first_version(database):
     with database.write() as conn:
         before = policies.list_policies(conn)
         assert [each.name for each in before] == ["default"]
@@ -98,12 +97,12 @@ def test_the_default_policy_is_the_same_in_an_empty_ledger_and_after_its_first_v
 
 
 @pytest.mark.parametrize("name", ["", "default", "a/b", "a b", "support@7", "ü", "x" * 101, ".", "-_"])
-def test_a_name_that_could_be_mistaken_is_refused(database: Database, name: str) -> None:
+def test_a_name_that_could_be_mistaken_is_refused(database, name):
     with database.write() as conn, pytest.raises(InvalidRequest, match="cannot be named"):
         policies.create_policy(conn, "a", name)
 
 
-def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database: Database, two: tuple[int, int]) -> None:
+def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database, two):
     publish(database, adapter(1, two[0]), adapter(2, DEFAULT_POLICY))
     with database.write() as conn:
         clone, _ = policies.create_policy(conn, "a", "clone", "support@1")
@@ -123,7 +122,7 @@ def test_a_policy_starts_from_an_adapter_that_its_tenant_may_use(database: Datab
                 refused()
 
 
-def test_the_weights_below_adapters_do_not_change(database: Database, two: tuple[int, int]) -> None:
+def test_the_weights_below_adapters_do_not_change(database, two):
     with database.write() as conn:
         with pytest.raises(Conflict, match="below the adapters"):
             versions.publish_version(conn, PolicyVersion(version=1, path="/1"))
@@ -136,7 +135,7 @@ def test_the_weights_below_adapters_do_not_change(database: Database, two: tuple
             versions.publish_version(conn, adapter(1, two[1]))
 
 
-def test_no_policy_is_created_on_weights_that_were_trained(database: Database) -> None:
+def test_no_policy_is_created_on_weights_that_were_trained(database):
     with database.write() as conn:
         for version in (0, 1):
             versions.publish_version(conn, PolicyVersion(version=version, path=f"/{version}"))
@@ -148,7 +147,7 @@ def test_no_policy_is_created_on_weights_that_were_trained(database: Database) -
         assert policies.create_policy(conn, "a", "support")[1]
 
 
-def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two: tuple[int, int]) -> None:
+def test_a_policys_versions_pin_and_hold_out_are_its_own(database, two):
     """A serves 1, then 3 beside 1 as its hold-out, and is pinned to 1; B serves 2, and its 4 fails."""
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
@@ -191,7 +190,7 @@ def test_a_policys_versions_pin_and_hold_out_are_its_own(database: Database, two
         assert versions.evaluated_versions(conn, b) == {}
 
 
-def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tuple[int, int]) -> None:
+def test_a_canary_takes_sessions_of_its_policy_only(database, two):
     a, b = two
     publish(database, adapter(1, a), adapter(2, a), is_served=False)
     with database.write() as conn:
@@ -204,7 +203,7 @@ def test_a_canary_takes_sessions_of_its_policy_only(database: Database, two: tup
     assert [one for one, _ in opened] == stored  # type: ignore[misc]
 
 
-def test_a_group_has_one_policy(database: Database, two: tuple[int, int]) -> None:
+def test_a_group_has_one_policy(database, two):
     a, b = two
     with database.write() as conn:
         sessions.create_session(conn, Session(session_id="one", tenant="a", group_id="g", policy_id=a))
@@ -219,7 +218,7 @@ def claimed_groups(database: Database, policy_id: int, **options: Any) -> list[s
     return [] if claim is None else [group.group_id for group in claim.groups]
 
 
-def test_a_trainer_claims_the_groups_of_one_policy(database: Database, two: tuple[int, int]) -> None:
+def test_a_trainer_claims_the_groups_of_one_policy(database, two):
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
     for session_id, policy_id, version in (("d", DEFAULT_POLICY, 0), ("a1", a, 1), ("b1", b, 2), ("a2", a, 1)):
@@ -275,9 +274,7 @@ def acknowledge(database: Database, held: claims.Claim, policy_id: int, update_i
         assert claims.ack(conn, held, record, adapter(10 + update_id, policy_id, update_id=update_id))
 
 
-def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(
-    database: Database, two: tuple[int, int]
-) -> None:
+def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(database, two):
     """B sampled in two of three sessions of A. Its part is ready with the group, and no claim of one is the other's."""
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
@@ -313,9 +310,7 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(
         assert conn.execute(sa.select(schema.groups)).all() == []
 
 
-def test_a_part_without_a_session_that_may_be_trained_is_dropped_or_never_made(
-    database: Database, two: tuple[int, int]
-) -> None:
+def test_a_part_without_a_session_that_may_be_trained_is_dropped_or_never_made(database, two):
     """B sampled in one of two sessions of each group of A, which is denied before the group is ready, or after.
 
     The default policy sampled in the other one and has a group of its own.
@@ -342,7 +337,7 @@ def test_a_part_without_a_session_that_may_be_trained_is_dropped_or_never_made(
         assert [tuple(row) for row in conn.execute(parts)] == [("after", "no_consent")]
 
 
-def test_a_part_is_stale_and_in_flight_by_its_own_versions(database: Database, two: tuple[int, int]) -> None:
+def test_a_part_is_stale_and_in_flight_by_its_own_versions(database, two):
     """Version 9 of B is newer than 1 of A, which is dropped alone; a session of split `eval` is trained by none."""
     a, b = two
     publish(database, adapter(1, a), adapter(2, b), adapter(9, b))
@@ -376,7 +371,7 @@ def test_a_part_is_stale_and_in_flight_by_its_own_versions(database: Database, t
         assert of_gate.turn_ids == ("held out-own",)
 
 
-def test_a_stalled_group_of_two_policies_is_ready_for_both(database: Database, two: tuple[int, int]) -> None:
+def test_a_stalled_group_of_two_policies_is_ready_for_both(database, two):
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
     add_shared(database, "s", {None: 1, b: 2}, policy_id=a, group_id="g", group_size=2)
@@ -386,7 +381,7 @@ def test_a_stalled_group_of_two_policies_is_ready_for_both(database: Database, t
     assert [claimed_groups(database, each) for each in two] == [["g"], ["g"]]
 
 
-def test_each_policy_has_the_sessions_reward_for_its_own_turns(database: Database, two: tuple[int, int]) -> None:
+def test_each_policy_has_the_sessions_reward_for_its_own_turns(database, two):
     """Steps 0 of A and 1 of B with rewards 1 and 2, and 4 for the session, which goes to the last step of each.
 
     With discount 0.5 A's return is 1 + 4 + 0.5·2 = 6, because B's step follows; B's is 2 + 4.
@@ -406,9 +401,7 @@ def test_each_policy_has_the_sessions_reward_for_its_own_turns(database: Databas
     ]
 
 
-def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
-    database: Database, two: tuple[int, int]
-) -> None:
+def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(database, two):
     publish(database, *(adapter(number, policy_id) for number, policy_id in enumerate(two, 1)))
     with database.write() as conn:
         for update_id, policy_id in enumerate((DEFAULT_POLICY, *two)):
@@ -424,7 +417,7 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(
             assert [number for kind, number in state if kind == "update"] == shown[:1]
 
 
-def test_sessions_are_compared_within_their_policy(database: Database, two: tuple[int, int]) -> None:
+def test_sessions_are_compared_within_their_policy(database, two):
     a, b = two
     publish(database, adapter(1, a), adapter(2, b))
     since = utc_now()
@@ -443,9 +436,7 @@ def test_sessions_are_compared_within_their_policy(database: Database, two: tupl
         assert groups.imported_groups(conn, a) == []
 
 
-def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
-    database: Database, two: tuple[int, int], tmp_path: Path
-) -> None:
+def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(database, two, tmp_path):
     """Their numbers stay taken, because engines know adapters by them; the report names directories that are left."""
     trained = tmp_path / str(two[0]) / "v000001"
     trained.mkdir(parents=True)
@@ -483,9 +474,7 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(
         assert again.policy_id not in two
 
 
-def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_policies_than_it_may(
-    database: Database, two: tuple[int, int]
-) -> None:
+def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_policies_than_it_may(database, two):
     with database.write() as conn:
         brought, _ = policies.create_policy(conn, "a", "brought", adapter="/adapter", max_policies=2)
         assert policies.create_policy(conn, "a", "brought", adapter="/adapter", max_policies=2) == (brought, False)
@@ -505,7 +494,7 @@ def test_a_policy_starts_from_an_adapter_that_exists_and_a_tenant_has_no_more_po
             policies.archive_policy(conn, "a", "support", is_archived=False, max_policies=2)
 
 
-def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Database, two: tuple[int, int]) -> None:
+def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database, two):
     now = utc_now()
     with database.write() as conn:
         for update_id, policy_id in enumerate((DEFAULT_POLICY, *two), 1):
@@ -515,7 +504,7 @@ def test_the_trained_tokens_of_a_tenant_are_those_of_its_policies(database: Data
         assert policies.trained_tokens_since(conn, "a", now + datetime.timedelta(seconds=1)) == 0
 
 
-def test_the_trained_share_of_a_policy_is_that_of_its_last_update(database: Database, two: tuple[int, int]) -> None:
+def test_the_trained_share_of_a_policy_is_that_of_its_last_update(database, two):
     made = ((two[0], 0.25), (two[1], 0.5), (two[0], 0.75), (DEFAULT_POLICY, None))
     with database.write() as conn:
         for update_id, (policy_id, share) in enumerate(made, 1):
@@ -526,7 +515,7 @@ def test_the_trained_share_of_a_policy_is_that_of_its_last_update(database: Data
     assert [found[policy_id].trained_share for policy_id in (*two, DEFAULT_POLICY)] == [0.75, 0.5, None]
 
 
-def test_what_was_trained_is_counted_by_agent_key_and_policy_with_the_reasons_of_the_rest(database: Database) -> None:
+def test_what_was_trained_is_counted_by_agent_key_and_policy_with_the_reasons_of_the_rest(database):
     """Each turn has two sampled tokens. One of two turns of a trained session carried loss, and none of two others."""
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="base"))

@@ -206,7 +206,7 @@ def scans(database: Database, tables: Collection[str] = GROWING.split("|"), **op
     ]
 
 
-def test_no_statement_scans_a_table_that_grows(sqlite_store: Database) -> None:
+def test_no_statement_scans_a_table_that_grows(sqlite_store):
     assert scans(sqlite_store) == []
 
 
@@ -217,15 +217,15 @@ def without_scans(conn: sa.Connection) -> None:
 
 
 @pytest.mark.postgres
-def test_no_statement_scans_a_table_that_grows_on_postgresql(postgres_store: Database) -> None:
+def test_no_statement_scans_a_table_that_grows_on_postgresql(postgres_store):
     assert scans(postgres_store, before=without_scans) == []
 
 
 @pytest.mark.slow
 @pytest.mark.postgres
 def test_no_statement_scans_a_table_of_a_store_of_a_million_turns_on_postgresql(
-    postgres_server: PrivatePostgres, postgres_template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    postgres_server, postgres_template, monkeypatch
+):
     """PostgreSQL chooses these plans by the statistics of the tables; SQLite's do not depend on the size."""
     monkeypatch.syspath_prepend(str(BENCH))
     large_store = importlib.import_module("large_store")
@@ -288,7 +288,7 @@ def _sends(node: ast.expr) -> bool:
     return _is_connection(base)
 
 
-def test_every_call_site_of_the_store_sends_a_statement_in_these_tests(sqlite_store: Database) -> None:
+def test_every_call_site_of_the_store_sends_a_statement_in_these_tests(sqlite_store):
     recording = Recording()
     for ask in CALLS.values():
         with undone(sqlite_store) as conn, recording.on(conn):
@@ -330,23 +330,19 @@ def growing(names: Collection[str], few: Database, many: Database) -> dict[str, 
     return {name: pair for name, pair in counts.items() if pair[1] > MOST_GROWTH * pair[0] + MOST_MORE}
 
 
-def test_the_work_of_a_tenants_call_does_not_grow_with_the_data_of_other_tenants(
-    sqlite_store: Database, tmp_path: Path
-) -> None:
+def test_the_work_of_a_tenants_call_does_not_grow_with_the_data_of_other_tenants(sqlite_store, tmp_path):
     """Nor that of the last page of sessions to archive, which reads no young session."""
     with filled(tmp_path / "others.db", 10 * OTHER_GROUPS, 0) as larger:
         assert growing([*OF_TENANT, "no more sessions to archive"], sqlite_store, larger) == {}
 
 
-def test_the_work_of_a_call_of_one_session_does_not_grow_with_its_tenants_data(
-    sqlite_store: Database, tmp_path: Path
-) -> None:
+def test_the_work_of_a_call_of_one_session_does_not_grow_with_its_tenants_data(sqlite_store, tmp_path):
     with filled(tmp_path / "own.db", OTHER_GROUPS, 10 * OTHER_GROUPS) as larger:
         assert growing(OF_TENANT.keys() - GROWING_WITH_THE_TENANT, sqlite_store, larger) == {}
 
 
 @pytest.mark.postgres
-def test_the_last_page_of_sessions_to_archive_is_read_from_an_index_on_postgresql(postgres_store: Database) -> None:
+def test_the_last_page_of_sessions_to_archive_is_read_from_an_index_on_postgresql(postgres_store):
     """The index contains each session's last activity, so that no young session is read."""
     recording = Recording()
     recorded(postgres_store, CALLS["later sessions to archive"], recording)

@@ -38,7 +38,7 @@ def connection(forest: Database) -> Iterator[sa.Connection]:
         yield opened
 
 
-def test_a_turn_is_read_with_its_whole_prompt(connection: sa.Connection) -> None:
+def test_a_turn_is_read_with_its_whole_prompt(connection):
     view = turns.read_turn(connection, "default", "t4")
     assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 40, 41]
     assert view.prompt_token_ids.size == view.turn.prompt_length
@@ -52,7 +52,7 @@ def test_a_turn_is_read_with_its_whole_prompt(connection: sa.Connection) -> None
     assert view.tools == [{"type": "function"}]
 
 
-def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
+def test_a_branch_does_not_see_its_sibling(connection):
     view = turns.read_turn(connection, "default", "t3")
     assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 30, 31]
     assert conversations.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
@@ -60,7 +60,7 @@ def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
     assert view.tools == [{"type": "function"}]
 
 
-def test_turns_are_paged_and_keep_their_ancestors(connection: sa.Connection) -> None:
+def test_turns_are_paged_and_keep_their_ancestors(connection):
     whole, has_more = turns.read_turns(connection, "default", "s", limit=None)
     assert ([view.turn.turn_id for view in whole], has_more) == (["t1", "t2", "t3", "t4"], False)
     page, has_more = turns.read_turns(connection, "default", "s", limit=2, after="t1")
@@ -71,7 +71,7 @@ def test_turns_are_paged_and_keep_their_ancestors(connection: sa.Connection) -> 
     assert turns.read_turns(connection, "default", "s", after="t4") == ([], False)
 
 
-def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
+def test_an_unknown_id_is_named(connection):
     for ask, says in (
         (lambda: read_session(connection, "other", "s"), "no session 's'"),
         (lambda: turns.read_turn(connection, "other", "t1"), "no turn 't1'"),
@@ -87,7 +87,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
             ask()
 
 
-def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection: sa.Connection) -> None:
+def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection):
     """The second read starts after the turns of the first one."""
     found, num_read = conversations.unknown_turns(connection, "default", "s", first=0, known={"t1", "t3"})
     assert ([turn.turn_id for turn in found], num_read) == (["t2", "t4"], 4)
@@ -99,7 +99,7 @@ def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection:
     assert conversations.unknown_turns(connection, "default", "unknown", first=0, known=()) == ([], 0)
 
 
-def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: Database) -> None:
+def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database):
     names = ["s", *(f"s~{number}" for number in (*range(2, 13), 14)), "t~2"]
     with database.write() as connection:
         for name in names:
@@ -110,7 +110,7 @@ def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database: 
     assert found == [12, 2, 1]
 
 
-def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
+def test_a_turn_is_found_by_the_key_of_its_request(connection):
     found = turns.find_turn(connection, "default", "s", request_key="key")
     assert found.turn_id == "t4"
     assert turns.find_turn(connection, "default", "s", request_key="other") is None
@@ -118,7 +118,7 @@ def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) ->
     assert selection.sessions_of_turns(connection, "other", ["t4"]) == {}
 
 
-def test_a_name_finds_the_session_of_its_tenant_alone(database: Database) -> None:
+def test_a_name_finds_the_session_of_its_tenant_alone(database):
     """Another tenant's session of the same name has a call with a key, a reward, and an update that trained it."""
     add_session(database, "s")
     add_session(database, "s", tenant="t")
@@ -134,7 +134,7 @@ def test_a_name_finds_the_session_of_its_tenant_alone(database: Database) -> Non
             assert updates.last_updates(connection, tenant, ["s"]) == ({"s": 1} if is_theirs else {})
 
 
-def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> None:
+def test_sessions_are_filtered_and_paged_newest_first(database):
     add_session(database, "a", task_id="x", group_id="g")
     add_session(database, "b", task_id="x", split=Split.EVAL)
     add_session(database, "c", task_id="y", tenant="other")
@@ -163,9 +163,7 @@ def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> Non
     ("condition", "found"),
     [("shop=a", ["low"]), ("shop=A", ["high"]), ("SHOP=a", []), ("n=1", ["low"]), ("n=10", ["high"]), ("shop=%", [])],
 )
-def test_a_pair_of_metadata_is_found_in_its_own_case_alone(
-    database: Database, condition: str, found: list[str]
-) -> None:
+def test_a_pair_of_metadata_is_found_in_its_own_case_alone(database, condition, found):
     add_session(database, "low", metadata={"shop": "a", "n": 1})
     add_session(database, "high", metadata={"n": 10, "shop": "A"})
     with database.read() as connection:
@@ -173,7 +171,7 @@ def test_a_pair_of_metadata_is_found_in_its_own_case_alone(
     assert [session.session_id for session in sessions] == found
 
 
-def test_experiences_are_those_of_ended_and_rewarded_sessions(forest: Database) -> None:
+def test_experiences_are_those_of_ended_and_rewarded_sessions(forest):
     def found(wanted: SessionFilter) -> list[str]:
         with forest.read() as connection:
             return [one.turn_ids[0] for one in experiences.experiences(connection, wanted)]
@@ -189,7 +187,7 @@ def test_experiences_are_those_of_ended_and_rewarded_sessions(forest: Database) 
     assert found(SessionFilter(task_id="other")) == []
 
 
-def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> None:
+def test_an_experience_per_chain_carries_each_turns_return(forest):
     """Steps 0 to 3 with rewards 1, 2, 0, 4 and γ = 0.5: returns 1 + 0.5·3 = 2.5, 2 + 0.5·2 = 3, 2, 4.
 
     The reward of step 1 was posted for its only turn, t2.
@@ -216,7 +214,7 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
     assert branch.turn_returns.tolist() == [2]
 
 
-def test_the_dry_run_computes_experiences_with_another_credit_policy(forest: Database) -> None:
+def test_the_dry_run_computes_experiences_with_another_credit_policy(forest):
     finish(forest, value=3)
     with forest.read() as connection:
         own = [one.turn_rewards.tolist() for one in experiences.experiences(connection, SessionFilter())]
@@ -228,7 +226,7 @@ def test_the_dry_run_computes_experiences_with_another_credit_policy(forest: Dat
     assert dry == [[0], [0], [0], [3]]
 
 
-def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
+def test_experience_arrays_are_the_readers_own(forest):
     """A trainer passes them to torch, which refuses read-only memory."""
     finish(forest)
     with forest.read() as connection:
@@ -239,7 +237,7 @@ def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
             assert one.logprobs.dtype == np.float32
 
 
-def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
+def test_counts_equal_the_content_of_the_store(forest):
     finish(forest)
     add_session(forest, "other", turns=0)
     with forest.read() as connection:
@@ -259,9 +257,7 @@ def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
         assert [overview.count_rows(connection, tenant).num_failed_calls for tenant in ("default", "b")] == [1, 0]
 
 
-def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(database, monkeypatch):
     for session_id in ("a", "b", "c"):
         add_session(database, session_id)
     finish(database, "c")
@@ -271,7 +267,7 @@ def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(
         assert overview.unfinished_groups(connection) == {"open": 1, "ready": 1, "claimed": 0}
 
 
-def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
+def test_a_conversation_is_found_by_the_longest_part_of_it(database):
     """All sessions that contain it are returned, the oldest first, up to a limit."""
     for session_id, digests in {"a": (b"1", b"2"), "b": (b"1",), "c": (b"1", b"3")}.items():
         add_session(database, session_id, turns=0)
@@ -287,7 +283,7 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -
     assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
 
 
-def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_open_session(database: Database) -> None:
+def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_open_session(database):
     """A turn whose call named its session is not found."""
     sessions = {"mine": {}, "over": {}, "named": {}, "theirs": {"tenant": "b"}, "of another policy": {"policy_id": 7}}
     for session_id, fields in sessions.items():
@@ -316,7 +312,7 @@ def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_ope
     assert other_key == (b"", [])
 
 
-def test_a_session_has_the_credit_of_its_own_policy(database: Database) -> None:
+def test_a_session_has_the_credit_of_its_own_policy(database):
     add_session(database, "s", turns=2, credit=Credit.STEP_WISE, gamma=0.5)
     with database.write() as connection:
         rewards.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])

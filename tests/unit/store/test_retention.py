@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -48,7 +47,7 @@ def train_all(database: Database) -> None:
         claims.ack(connection, held, update, trained=trained)
 
 
-def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -> None:
+def test_old_sessions_that_no_trainer_waits_for_are_pruned(database):
     add_finished(database, "trained", turns=3)
     train_all(database)
     add_finished(database, "claimed")
@@ -65,7 +64,7 @@ def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -
     assert sizes(database) == {"sessions": 3, "turns": 3, "rewards": 2, "groups": 3}
 
 
-def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an_id(database: Database) -> None:
+def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an_id(database):
     for tenant, session_id in (("x", "a"), ("y", "b"), ("x", "b")):
         add_session(database, session_id, tenant=tenant, split=Split.EVAL)
     reward = Reward(session_id="b", tenant="x", value=1.0)
@@ -78,7 +77,7 @@ def test_a_deletion_keeps_the_answers_of_sessions_that_share_only_a_tenant_or_an
         assert selection.session_row(connection, "x", "b").num_rewards == 1
 
 
-def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> None:
+def test_an_old_group_that_stayed_incomplete_is_pruned(database):
     add_finished(database, "a", group_id="g", group_size=2)
     with database.write() as connection:
         assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
@@ -88,7 +87,7 @@ def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> No
     assert sizes(database) == {}
 
 
-def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_made(database: Database) -> None:
+def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_made(database):
     """One more than a transaction deletes."""
     add_session(database, "s")
     members = [
@@ -103,7 +102,7 @@ def test_the_deletion_of_a_session_deletes_all_copies_that_demonstrations_have_m
     assert sizes(database) == {}
 
 
-def test_the_deletion_of_an_end_user_leaves_that_of_the_same_name_of_another_tenant(database: Database) -> None:
+def test_the_deletion_of_an_end_user_leaves_that_of_the_same_name_of_another_tenant(database):
     for tenant in ("x", "y"):
         add_session(database, "s", tenant=tenant, user_id="kim")
     of_kim = SessionFilter(tenant="x", user_id="kim")
@@ -111,7 +110,7 @@ def test_the_deletion_of_an_end_user_leaves_that_of_the_same_name_of_another_ten
     assert deleted.sessions == (("x", "s"),)
 
 
-def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Database) -> None:
+def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database):
     """Its group is still expected to become complete."""
     add_finished(database, "old", group_id="g", group_size=3)
     with database.write() as connection:
@@ -121,7 +120,7 @@ def test_an_old_session_of_an_open_group_with_a_young_one_is_kept(database: Data
         assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
 
 
-def test_a_deleted_session_leaves_its_group(database: Database) -> None:
+def test_a_deleted_session_leaves_its_group(database):
     for session_id in ("a", "b"):
         add_session(database, session_id, group_id="g", group_size=2)
     finish(database, "a")
@@ -135,7 +134,7 @@ def test_a_deleted_session_leaves_its_group(database: Database) -> None:
         assert (group.num_sessions, group.num_finished, group.status) == (1, 0, "open")
 
 
-def test_the_deletion_of_a_tenant_names_the_versions_that_were_trained_on_it(database: Database) -> None:
+def test_the_deletion_of_a_tenant_names_the_versions_that_were_trained_on_it(database):
     for tenant in ("acme", "zeta"):
         add_finished(database, "s", tenant=tenant, turns=2)
     train_all(database)
@@ -145,9 +144,7 @@ def test_the_deletion_of_a_tenant_names_the_versions_that_were_trained_on_it(dat
         assert retention.delete_tenant(connection, "acme").policy_versions == (4,)
 
 
-def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database, monkeypatch):
     monkeypatch.setattr(retention, "SESSIONS_AT_ONCE", 2)
     for tenant in ("acme", "zeta"):
         for number in range(3):
@@ -168,9 +165,7 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(
         assert overview.count_rows(connection, "zeta").num_turns == 6
 
 
-def test_a_long_session_is_gone_at_once_and_swept_in_slices(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_session_is_gone_at_once_and_swept_in_slices(database, monkeypatch):
     """Seven turns at three a transaction, then the reward with the session's row, then nothing is left.
 
     Its name and the keys of its requests can be used again at once.
@@ -199,7 +194,7 @@ def test_a_long_session_is_gone_at_once_and_swept_in_slices(
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
-def test_a_backup_is_a_whole_database_while_another_writes(database: Database, tmp_path: Path) -> None:
+def test_a_backup_is_a_whole_database_while_another_writes(database, tmp_path):
     add_session(database, "s", turns=3)
     target = tmp_path / "copy.db"
     with database.write() as connection:
@@ -218,9 +213,7 @@ def test_a_backup_is_a_whole_database_while_another_writes(database: Database, t
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
-def test_a_backup_that_a_full_disk_stops_leaves_no_file_so_that_the_same_command_can_be_repeated(
-    database: Database, tmp_path: Path
-) -> None:
+def test_a_backup_that_a_full_disk_stops_leaves_no_file_so_that_the_same_command_can_be_repeated(database, tmp_path):
     target = tmp_path / "copy.db"
     with no_file_over(100_000), pytest.raises(StoreUnavailable, match="has space"):
         database.backup(target)

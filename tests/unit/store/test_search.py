@@ -79,14 +79,14 @@ def fill(database: Database) -> None:
         (Contents(text="question 2", outcome=Outcome.EXACT), ""),
     ],
 )
-def test_each_condition_selects_the_sessions_that_satisfy_it(filled: Database, contents: Contents, found: str) -> None:
+def test_each_condition_selects_the_sessions_that_satisfy_it(filled, contents, found):
     with filled.read() as conn:
         result = search_sessions(conn, HERE, contents)
     assert "".join(each.session_id for each in result.sessions) == found
     assert (result.next_after, result.num_searched) == (None, 4)
 
 
-def test_a_page_continues_where_it_stopped_until_the_end(filled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_continues_where_it_stopped_until_the_end(filled, monkeypatch):
     monkeypatch.setattr(search, "WINDOW", 2)
     with filled.read() as conn:
         first = search_sessions(conn, HERE, Contents(min_reward=0.0), limit=2)
@@ -99,9 +99,7 @@ def test_a_page_continues_where_it_stopped_until_the_end(filled: Database, monke
 
 
 @pytest.mark.parametrize(("name", "bound"), [("MAX_SEARCHED", 2), ("MAX_SECONDS", -1.0)])
-def test_one_search_is_bounded_and_returns_where_it_stopped(
-    filled: Database, monkeypatch: pytest.MonkeyPatch, name: str, bound: float
-) -> None:
+def test_one_search_is_bounded_and_returns_where_it_stopped(filled, monkeypatch, name, bound):
     monkeypatch.setattr(search, "WINDOW", 2)
     monkeypatch.setattr(search, name, bound)
     with filled.read() as conn:
@@ -177,7 +175,7 @@ def paged(database: Database) -> Database:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_ends_at_its_bytes_and_the_next_goes_on(paged: Database, name: str) -> None:
+def test_a_page_ends_at_its_bytes_and_the_next_goes_on(paged, name):
     read = PAGES[name]
     with paged.read() as connection:
         every, after = read(connection, None, 10**9)

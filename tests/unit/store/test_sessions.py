@@ -28,7 +28,7 @@ def groups_of(database: Database) -> dict[str, tuple[int | None, int]]:
         return {row.group_id: (row.group_size, row.num_sessions) for row in found}
 
 
-def test_a_session_that_a_call_opened_accepts_a_group_and_credit_afterwards(database: Database) -> None:
+def test_a_session_that_a_call_opened_accepts_a_group_and_credit_afterwards(database):
     add_session(database, "s")
     add_session(database, "other", group_id="g", group_size=2)
     changed = change(database, group_id="g", group_size=2, credit=Credit.STEP_WISE, gamma=0.5, sampling={"top_p": 0.9})
@@ -40,7 +40,7 @@ def test_a_session_that_a_call_opened_accepts_a_group_and_credit_afterwards(data
     assert groups_by_status(database) == {"ready": 1}
 
 
-def test_a_session_is_excluded_from_training_and_included_again(database: Database) -> None:
+def test_a_session_is_excluded_from_training_and_included_again(database):
     add_session(database, "s")
     assert change(database, split=Split.EVAL).split is Split.EVAL
     assert groups_of(database) == {}
@@ -48,13 +48,13 @@ def test_a_session_is_excluded_from_training_and_included_again(database: Databa
     assert groups_of(database) == {"s": (1, 1)}
 
 
-def test_a_group_without_a_size_accepts_one_later(database: Database) -> None:
+def test_a_group_without_a_size_accepts_one_later(database):
     add_session(database, "s", group_id="g")
     change(database, group_id="g", group_size=1)
     assert groups_of(database) == {"g": (1, 1)}
 
 
-def test_a_change_that_is_no_longer_possible_is_a_conflict_and_changes_nothing(database: Database) -> None:
+def test_a_change_that_is_no_longer_possible_is_a_conflict_and_changes_nothing(database):
     add_session(database, "s", group_id="g", group_size=2)
     with pytest.raises(Conflict, match=r"`group_id` can no longer change: it is in group 'g'"):
         change(database, group_id="h", gamma=0.5)
@@ -69,7 +69,7 @@ def test_a_change_that_is_no_longer_possible_is_a_conflict_and_changes_nothing(d
     assert change(database, metadata={"a": 1}).metadata == {"a": 1}
 
 
-def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) -> None:
+def test_each_session_is_stored_as_if_it_were_created_alone(database):
     """New ones, one that exists, one twice in the batch, one of a group, one for evaluation, and a refused one."""
     add_session(database, "known", turns=1)
     add_session(database, "first", group_id="taken", turns=0)
@@ -98,7 +98,7 @@ def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) 
     assert (groups["new"].group_size, groups["new"].num_sessions, groups["g"].group_size) == (1, 1, 2)
 
 
-def test_processes_that_open_the_same_sessions_at_once_create_each_once(database: Database) -> None:
+def test_processes_that_open_the_same_sessions_at_once_create_each_once(database):
     barrier = threading.Barrier(4)
     names = [f"s{number}" for number in range(12)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from pathlib import Path
 
 import pytest
 from support.algorithms import assigned
@@ -42,7 +41,7 @@ def ledger_of_two(database: Database) -> Database:
     return database
 
 
-def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database) -> None:
+def test_each_trained_thing_names_its_update_and_version(ledger_of_two):
     expected = (TrainedIn(update_id=1, policy_version=1),)
     with ledger_of_two.read() as connection:
         assert sessions.read_session(connection, "acme", "kim-0").trained_in == expected
@@ -57,7 +56,7 @@ def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database
         assert document["turns"][0]["trained_in"] == [{"update_id": 1, "policy_version": 1, "advantage": 0.5}]
 
 
-def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_of_two: Database) -> None:
+def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_of_two):
     with ledger_of_two.read() as connection:
         (acme,), has_more = list_update_views(connection, "acme")
         (zeta,), _ = list_update_views(connection, "zeta")
@@ -69,7 +68,7 @@ def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_
 
 
 @pytest.mark.parametrize("retrain", [False, True])
-def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two: Database, *, retrain: bool) -> None:
+def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two, *, retrain):
     with ledger_of_two.write() as connection:
         assert last_updates(connection, "acme", ["kim-0", "kim-1"]) == {"kim-0": 1, "kim-1": 1}
         line = Reward(session_id="kim-0", tenant="acme", value=5.0)
@@ -82,7 +81,7 @@ def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two:
             assert [one.update_id for one in updates] == [1, 2]
 
 
-def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(database: Database, tmp_path: Path) -> None:
+def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(database, tmp_path):
     with database.write() as connection:
         for version in range(3):
             versions.publish_version(connection, PolicyVersion(version=version, path=str(tmp_path)))
@@ -99,7 +98,7 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
         assert serving.serving_state(connection).pinned_version is None
 
 
-def test_a_version_whose_files_are_gone_cannot_be_chosen(database: Database, tmp_path: Path) -> None:
+def test_a_version_whose_files_are_gone_cannot_be_chosen(database, tmp_path):
     with database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=0, path="org/model"))
         for version, path in ((1, tmp_path / "gone"), (2, tmp_path)):
@@ -116,7 +115,7 @@ def test_a_version_whose_files_are_gone_cannot_be_chosen(database: Database, tmp
             serving.check_files_exist(database, policy)
 
 
-def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_meanwhile(database: Database) -> None:
+def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_meanwhile(database):
     add_finished(database, "kim-0", tenant="acme", group_id="kim", group_size=1, value=1)
     train(database, 1, {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "gone"): {"acme-gone-t1": 1.0}})
     with database.read() as connection:
@@ -132,7 +131,7 @@ def status(trainer_id: str, text: str, minute: int, state: TrainerState = Traine
     return TrainerStatus(trainer_id=trainer_id, text=text, state=state, starts_at=at, reported_at=at)
 
 
-def test_the_last_report_of_each_trainer_is_returned_newest_first(database: Database) -> None:
+def test_the_last_report_of_each_trainer_is_returned_newest_first(database):
     with database.write() as connection:
         for each in (status("a", "1 of 4", 0), status("b", "2 of 4", 1), status("a", "3 of 4", 2)):
             report_status(connection, each)
@@ -140,7 +139,7 @@ def test_the_last_report_of_each_trainer_is_returned_newest_first(database: Data
     assert found == [status("a", "3 of 4", 2), status("b", "2 of 4", 1)]
 
 
-def test_only_a_trainer_that_said_nothing_at_its_end_is_silent_after_a_minute(database: Database) -> None:
+def test_only_a_trainer_that_said_nothing_at_its_end_is_silent_after_a_minute(database):
     with database.write() as connection:
         for name, state in (("killed", "running"), ("ended", "stopped"), ("failed", "died")):
             report_status(connection, status(name, name, 0, TrainerState(state)))
@@ -161,7 +160,7 @@ def reward_steps(database: Database, session_id: str, *values: float, is_over: b
 
 
 @pytest.mark.parametrize("credit", Credit)
-def test_the_expected_advantage_is_that_of_grpo_and_a_turn_shows_its_own_reward(database: Database, credit: Credit):
+def test_the_expected_advantage_is_that_of_grpo_and_a_turn_shows_its_own_reward(database, credit):
     """Three of four sessions of a group are over; the open one is shown by its name, without an advantage."""
     for name in ("a", "b", "c", "open"):
         add_session(database, name, turns=2, group_id="g", group_size=4, credit=credit)

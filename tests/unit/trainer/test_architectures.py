@@ -79,15 +79,15 @@ WRAPPERS = {"Gemma3": gemma3, "Qwen3_5": qwen35}
     ],
 )
 def test_an_adapter_changes_every_linear_layer_that_engines_serve_and_names_the_others(
-    family: str, changes: dict[str, Any], reached: set[str], left_out: set[str]
-) -> None:
+    family, changes, reached, left_out
+):
     reach = reach_of(empty(family, **changes))
     assert set(reach.targets) == reached
     assert set(reach.left_out) == left_out
     assert 0 < reach.share < 1
 
 
-def test_the_share_of_the_parameters_that_an_adapter_changes_is_stated() -> None:
+def test_the_share_of_the_parameters_that_an_adapter_changes_is_stated():
     """Qwen3 with hidden size 32: a layer has q and o 32 x 32, k and v 16 x 32, three matrices 48 x 32, 7,680 in all.
 
     Norms have 32 + 32 + 8 + 8. With embeddings of 48 x 32 and a last norm of 32, two layers make 17,088 parameters.
@@ -101,9 +101,7 @@ def test_the_share_of_the_parameters_that_an_adapter_changes_is_stated() -> None
 
 @pytest.mark.parametrize("family", WRAPPERS)
 @pytest.mark.parametrize("targets", [(), ("q_proj", "o_proj", "down_proj")])
-def test_an_adapter_of_a_wrapper_stays_out_of_its_other_parts(
-    tmp_path: Path, family: str, targets: tuple[str, ...]
-) -> None:
+def test_an_adapter_of_a_wrapper_stays_out_of_its_other_parts(tmp_path, family, targets):
     """Gemma 3's vision tower has layers named q_proj too."""
     write_wrapper(tmp_path, family)
     spec = TrainerSettings(model=str(tmp_path), kind=PolicyKind.LORA, lora_rank=2, lora_targets=targets)
@@ -128,8 +126,8 @@ def add(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     [("Gemma3", "extra.weight"), ("Qwen3_5", "mtp.fc.weight"), ("Glm4Moe", "model.layers.2.eh_proj.weight")],
 )
 def test_a_version_has_the_names_of_the_served_model_and_the_tensors_that_transformers_leaves_out(
-    tmp_path: Path, family: str, further: str
-) -> None:
+    tmp_path, family, further
+):
     base, version = tmp_path / "base", tmp_path / "version"
     if family in WRAPPERS:
         write_wrapper(base, family)
@@ -152,7 +150,7 @@ def test_a_version_has_the_names_of_the_served_model_and_the_tensors_that_transf
     assert configs[0]["model_type"] == configs[1]["model_type"]
 
 
-def test_a_model_that_would_be_written_under_other_names_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+def test_a_model_that_would_be_written_under_other_names_is_refused_before_it_is_trained(tmp_path):
     make_model(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({f"base.{name}": value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -168,9 +166,7 @@ def test_a_model_that_would_be_written_under_other_names_is_refused_before_it_is
         ({"architectures": ["Qwen3ForImages"]}, "is a Qwen3ForImages, and transformers .* as a Qwen3ForCausalLM"),
     ],
 )
-def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is_loaded(
-    tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is_loaded(tmp_path, change, words):
     make_model(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
@@ -180,9 +176,7 @@ def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
-def test_an_adapter_of_weights_that_the_trainer_cannot_compute_with_is_refused_at_the_start(
-    tmp_path: Path, method: str
-) -> None:
+def test_an_adapter_of_weights_that_the_trainer_cannot_compute_with_is_refused_at_the_start(tmp_path, method):
     make_model(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": method}}))
@@ -190,7 +184,7 @@ def test_an_adapter_of_weights_that_the_trainer_cannot_compute_with_is_refused_a
         described(TrainerSettings(model=str(tmp_path), kind="lora"))
 
 
-def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path: Path) -> None:
+def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path):
     make_model(tmp_path)
     file, tokens = tmp_path / "model.safetensors", list(range(20))
     whole = load_file(file)
@@ -219,7 +213,7 @@ def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path: P
         ("DeepseekV3", {**ROUTED, **GROUPED, **MLA, "v_head_dim": 8, "routed_scaling_factor": 1.5}),
     ],
 )
-def test_the_trainer_follows_the_experts_of_each_kind_of_router(family: str, changes: dict[str, Any]) -> None:
+def test_the_trainer_follows_the_experts_of_each_kind_of_router(family, changes):
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
     tokens, own = torch.arange(10)[None], dict[int, torch.Tensor]()
@@ -238,7 +232,7 @@ def test_the_trainer_follows_the_experts_of_each_kind_of_router(family: str, cha
     assert torch.allclose(followed, alone, atol=1e-6)
 
 
-def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog):
     config = transformers.Llama4TextConfig(**SIZES, num_local_experts=4, intermediate_size_mlp=16)
     with torch.device("meta"):
         model = transformers.Llama4ForCausalLM(config)
@@ -254,8 +248,8 @@ def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog: pyt
     ],
 )
 def test_models_that_drop_in_functions_or_route_at_random_in_training_are_trained_as_they_are_served(
-    tmp_path: Path, family: str, changes: dict[str, Any]
-) -> None:
+    tmp_path, family, changes
+):
     """OPT's layers hold their share as a number; Phi-3.5-MoE samples experts within its jitter of the best."""
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
     model.save_pretrained(tmp_path)
@@ -267,12 +261,12 @@ def test_models_that_drop_in_functions_or_route_at_random_in_training_are_traine
     torch.testing.assert_close(policy.next_logprobs(tokens), expected)
 
 
-def test_a_model_that_is_computed_with_noise_is_refused_at_the_start() -> None:
+def test_a_model_that_is_computed_with_noise_is_refused_at_the_start():
     with pytest.raises(SettingsError, match=r"'noisy' with noise in training, .* nats a token .*: train another model"):
         check_repeatable(lambda _, targets: torch.rand(len(targets)), "noisy", 64, torch.float32)
 
 
-def test_a_soft_cap_of_the_attention_is_computed_by_trainer_and_verification(tmp_path: Path) -> None:
+def test_a_soft_cap_of_the_attention_is_computed_by_trainer_and_verification(tmp_path):
     """Gemma 2: SDPA leaves it out in silence, by up to 0.02 nats a token, which no check of the gap refuses."""
     make_model(tmp_path, "Gemma2", attn_logit_softcapping=0.2, query_pre_attn_scalar=1)
     tokens = list(range(20))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from turnwise.types import PolicyKind
 CONFIG = GPTNeoXConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
 
 
-def test_lora_targets_choose_the_layers_that_get_an_adapter() -> None:
+def test_lora_targets_choose_the_layers_that_get_an_adapter():
     """GPT-NeoX has one layer for query, key and value."""
     spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dense"))
     trained = {
@@ -31,7 +30,7 @@ def test_lora_targets_choose_the_layers_that_get_an_adapter() -> None:
     }
 
 
-def test_each_name_in_lora_targets_must_be_of_a_layer() -> None:
+def test_each_name_in_lora_targets_must_be_of_a_layer():
     """A slip of the pen trained the other layers alone."""
     spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
     layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
@@ -56,9 +55,7 @@ def widen(file: Path) -> None:
         ("config.json", widen, "ignore_mismatched_sizes"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(
-    tmp_path: Path, name: str, change: Callable[[Path], None], words: str
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(tmp_path, name, change, words):
     GPTNeoXForCausalLM(CONFIG).save_pretrained(tmp_path)
     change(tmp_path / name)
     with pytest.raises(BadCheckpoint, match=rf"^cannot load the model '{tmp_path}': [^\n]*{words}[^\n]*id$"):
@@ -66,7 +63,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"PK\x03\x04" + b"0" * 50])
-def test_a_damaged_trainer_state_is_named_in_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_trainer_state_is_named_in_one_sentence(tmp_path, content):
     """torch says how to load files that are not trusted, in several lines, or nothing."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     state = checkpoints.state_directory(1) / "state.pt"
@@ -77,7 +74,7 @@ def test_a_damaged_trainer_state_is_named_in_one_sentence(tmp_path: Path, conten
         checkpoints.read_state(1)
 
 
-def test_a_state_of_another_model_is_refused_without_tracebacks_of_torch(tmp_path: Path) -> None:
+def test_a_state_of_another_model_is_refused_without_tracebacks_of_torch(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.write_state(1, {}, {"head": torch.zeros(3)})
     with pytest.raises(BadCheckpoint) as refused:

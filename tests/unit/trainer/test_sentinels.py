@@ -62,7 +62,7 @@ HACKS = {
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_a_hack_of_half_the_sessions_is_named_with_three_of_them(name: str) -> None:
+def test_a_hack_of_half_the_sessions_is_named_with_three_of_them(name):
     honest, hacked = HACKS[name]
     level = [session(number, *honest) for number in range(40)]
     now = [session(100 + number, *(hacked if number % 2 else honest)) for number in range(40)]
@@ -75,7 +75,7 @@ def test_a_hack_of_half_the_sessions_is_named_with_three_of_them(name: str) -> N
     assert alarms(now, level, {}) == []
 
 
-def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count() -> None:
+def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count():
     now = [session(number, calling("rm", "{}"), status=SessionStatus.EXPIRED) for number in range(20)]
     level = [session(number, GOOD) for number in range(20)]
     found = alarms(now, level, {"broken_calls": 0.5, "given_up": 0.5})
@@ -88,7 +88,7 @@ def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count() -> None:
     assert alarms(unnamed, level, {"given_up": 0.5}) == [], "a client that names no session ends none"
 
 
-def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(database: Database) -> None:
+def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(database):
     with database.write() as conn:
         for version in (0, 1):
             metrics = {"kl": 0.5 * version}
@@ -119,9 +119,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
     assert held == alarm
 
 
-def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(database, monkeypatch):
     add_finished(database)
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
@@ -136,9 +134,7 @@ def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(
 
 
 @pytest.mark.parametrize("pin", [False, True])
-def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_else(
-    database: Database, monkeypatch: pytest.MonkeyPatch, *, pin: bool
-) -> None:
+def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_else(database, monkeypatch, *, pin):
     """The version is undone while no trainer runs; the next one reads in the ledger what was undone."""
     with database.write() as conn:
         for version in (0, 1):
@@ -175,7 +171,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     source.close()
 
 
-def test_a_changed_bound_ends_an_alarm_of_the_store(database: Database) -> None:
+def test_a_changed_bound_ends_an_alarm_of_the_store(database):
     add_finished(database)
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
