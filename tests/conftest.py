@@ -1,7 +1,5 @@
 """Databases for every test: each test of the store runs on SQLite and on a real PostgreSQL."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator

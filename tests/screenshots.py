@@ -3,8 +3,6 @@
 `make screenshots ARGS=http://127.0.0.1:PORT` takes those of a run of `make demo` while it lasts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import tempfile

@@ -4,8 +4,6 @@ It prints, as JSON, by how much vLLM's logprobs of a text differ from the traine
 random weights that are loaded into the running model twice. It takes a tenth of the time of `turnwise certify`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

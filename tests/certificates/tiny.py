@@ -4,8 +4,6 @@ Each has four layers of width 64 and a tokenizer with ChatML. Norms and biases a
 engine did not load would show. Heads of gated delta nets are 128 wide, because vLLM's CPU kernels take no smaller ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run the storm for some minutes, then recorded conversations, on SQLite and on PostgreSQL: `make chaos MINUTES=30`."""
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import shutil

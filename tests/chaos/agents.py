@@ -4,8 +4,6 @@ Both tenants use the same names of sessions, groups, tasks and keys. Each call's
 number, and the engine echoes it: a reply that crosses sessions or tenants is seen at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import threading

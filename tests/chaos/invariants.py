@@ -1,7 +1,5 @@
 """The invariants that hold under all faults; each check returns sentences about its violations."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 

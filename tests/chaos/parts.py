@@ -1,7 +1,5 @@
 """The parts of a running system, each with its faults: proxies, trainers, engines and their connections."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -4,8 +4,6 @@ The recorder reads the engine's replies on the wire, so what is compared with th
 from the engine's own lists. Conversations have tools, several choices, streams that the client cuts, and retries.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """A relay between two parts that can cut, stall, hold or delay what it forwards, over TCP or a Unix socket."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -4,8 +4,6 @@ After each round the agents must make progress again. The seed decides which fau
 long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """A whole system under load: two engines, two proxies, two trainers, agents of two tenants, and policy reloads."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import threading

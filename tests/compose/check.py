@@ -8,8 +8,6 @@ stand-ins that are built here. The check prints the mean reward, the versions be
 container; the exit status is 0 only if everything held.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

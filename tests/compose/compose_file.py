@@ -4,8 +4,6 @@ The rules, the processes and the containers of the tests are all made from this 
 what people deploy.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A compose implementation brings the compose file up unchanged. Podman without sy
 itself, and podman-compose does not wait for them, so the services are started one by one in the file's own order.
 """
 
-from __future__ import annotations
-
 import abc
 import json
 import os

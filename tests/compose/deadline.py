@@ -1,7 +1,5 @@
 """Waits with a deadline: every wait of the check names its condition and its time limit."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -3,8 +3,6 @@
 Turnwise is not imported: the check covers what the containers serve to any client.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import urllib.error

@@ -5,8 +5,6 @@ file runs unchanged and a stand-in is not mistaken for the image. Its tag is a d
 is not built again.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import shutil

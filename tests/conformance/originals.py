@@ -3,8 +3,6 @@
 This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | compare URL CASES`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib

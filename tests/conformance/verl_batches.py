@@ -1,7 +1,5 @@
 """Turnwise's batches as real `verl.DataProto`: their content, and the results of verl's own functions."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A bad request gets a status, a code and a sentence, and nothing is stored for it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Limits, the queue, keep-alives and the metrics of a running proxy."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import time
 

@@ -1,7 +1,5 @@
 """Every call is stored with exactly one outcome."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A call passes few functions of the project, so that one engineer can follow it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

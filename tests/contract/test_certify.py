@@ -1,7 +1,5 @@
 """What `turnwise certify` hears from the processes that it starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command line: settings from flags, expected errors as one sentence, JSON where data is printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

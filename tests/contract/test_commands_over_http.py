@@ -1,7 +1,5 @@
 """Commands that read over HTTP: a URL and a key instead of the database, by flag or environment."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

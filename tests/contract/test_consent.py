@@ -1,7 +1,5 @@
 """Calls that may not be trained, or not even be recorded, and texts that are redacted before they are stored."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each call here has P prompt tokens, 4 of them cached, and R sampled ones, at 0.30, 0.03 and 1.25 for a million.
 """
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 

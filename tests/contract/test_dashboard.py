@@ -1,7 +1,5 @@
 """The page at `/`: the same files for everyone, which hold no data; tests/real/test_page.py has its views."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.resources
 import re

@@ -1,7 +1,5 @@
 """Every command and every setting in README and docs exists: syntax, programs, subcommands, flags, names, files."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """The outermost layer of each request: host and origin checks, request ids and traces, CORS, TLS, the access log."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

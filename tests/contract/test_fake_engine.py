@@ -1,7 +1,5 @@
 """The stand-in engine fails as its route or a header asks; tests/real/test_fake_engine_wire.py compares its replies."""
 
-from __future__ import annotations
-
 import json
 
 import httpx2

@@ -1,7 +1,5 @@
 """Feedback of people: thumbs, ratings and comments, and better replies that SFT and DPO can train."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path

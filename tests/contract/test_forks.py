@@ -1,7 +1,5 @@
 """Forks: a session that continues from a turn of another one, on the very same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx2

@@ -1,7 +1,5 @@
 """Calls that name no session: the proxy finds it by the conversation, also after a restart."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

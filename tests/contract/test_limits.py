@@ -1,7 +1,5 @@
 """Limits of a real proxy: sizes, nesting, counts, time, and clients that disconnect."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Long conversations, whose repeated part is neither decoded nor rendered again, are stored token for token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """The model names of calls, and what the proxy forwards to a configured upstream."""
 
-from __future__ import annotations
-
 import http.server
 import json
 from collections.abc import Iterator

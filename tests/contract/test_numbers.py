@@ -1,7 +1,5 @@
 """Numbers keep their value through the proxy: integers of any length, and the spelling of JavaScript's clients."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ Schemathesis makes the requests, in all of its phases. A schema cannot express t
 that an id exists, so requests that it allows may be refused.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Sampling that the operator pins, and greedy agents of which a share explores; what was asked for is stored beside."""
 
-from __future__ import annotations
-
 import json
 
 import httpx2

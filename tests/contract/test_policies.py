@@ -1,7 +1,5 @@
 """Named policies of a running proxy: each key's calls sample with its policy, and other tenants cannot reach it."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -3,8 +3,6 @@
 `.ci/run` runs all of the store's tests on PostgreSQL; this one is for `make test`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 

@@ -1,7 +1,5 @@
 """Recipes and demos: agents that play and are trained, rated calls without a group, and what a model forgets."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

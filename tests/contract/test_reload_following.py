@@ -1,7 +1,5 @@
 """Several proxies converge on one version: one drives, the others follow, and a bad version is tried once."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tools and items of the Responses API other than plain functions, as Codex and the AI SDK send them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`turnwise prune`, `forget` and `db backup`, and the proxy's setting `retention_days`."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Roles of chains through a running proxy: stored, explained, corrected, and used to select what is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx2

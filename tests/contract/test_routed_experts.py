@@ -1,7 +1,5 @@
 """The experts that an engine returns with a reply are stored with the turn, and reach no client."""
 
-from __future__ import annotations
-
 import io
 
 import httpx2

@@ -1,7 +1,5 @@
 """A turn with top-k, top-p or min-p has the ids that could be sampled, in every dialect, and no client gets them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

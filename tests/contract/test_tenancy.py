@@ -1,7 +1,5 @@
 """Keys, roles and tenants of a real proxy: authentication, permissions, and isolation between tenants."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """`turnwise up`: its checks before any start, the processes that it starts, and how other commands find it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

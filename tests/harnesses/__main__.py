@@ -4,8 +4,6 @@ One file holds the verdicts of the tables, each with the commit that it was made
 present commit and plays the others, so that a table may be made in parts and survives a kill; names play those agents.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """What the database must hold after a run: each function checks stored turns against each other and the engine."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

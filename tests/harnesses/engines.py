@@ -1,7 +1,5 @@
 """Engines that the table is made against: the fake one, and a real vLLM whose sampled tokens a script forces."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

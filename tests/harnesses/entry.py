@@ -1,7 +1,5 @@
 """One entry of the table: an agent, framework or SDK, how it is installed, and the command that runs it headless."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.metadata

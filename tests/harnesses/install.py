@@ -4,8 +4,6 @@ Each package of PyPI gets its own environment, since frameworks pin each other's
 makes them, because it links files instead of copying them: an environment takes seconds.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

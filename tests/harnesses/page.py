@@ -1,7 +1,5 @@
 """Renders docs/agents.md from the verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from harnesses import shortening

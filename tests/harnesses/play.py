@@ -1,7 +1,5 @@
 """Plays one agent several times through a real proxy, and checks what the database has: the cells of the table."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """The proxy that agents are played through: a process that can be killed and started again on its port."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

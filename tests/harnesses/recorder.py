@@ -4,8 +4,6 @@ The fake engine does both by itself. With the relay the same checks hold for a r
 its own replies, before the proxy sees them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

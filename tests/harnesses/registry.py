@@ -1,7 +1,5 @@
 """All entries of the two tables, in the order of the page."""
 
-from __future__ import annotations
-
 from harnesses.entries.command_line import COMMAND_LINE
 from harnesses.entries.frameworks import FRAMEWORKS
 from harnesses.entries.sdks import SDKS

@@ -1,7 +1,5 @@
 """Runs one agent once against a script, and reads what the database has afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

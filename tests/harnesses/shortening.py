@@ -1,7 +1,5 @@
 """Plays one agent until it shortens its conversation, and checks what the database has: the second table."""
 
-from __future__ import annotations
-
 import dataclasses
 import uuid
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 It is part of the repository, so that a part of the agents can be played again without losing the others' rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import fcntl

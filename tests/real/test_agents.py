@@ -1,7 +1,5 @@
 """The table of docs/agents.md: a fast part with one SDK for each wire format, and all of it as slow tests."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

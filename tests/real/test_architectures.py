@@ -1,7 +1,5 @@
 """A running vLLM takes whole weights and adapters of kinds of models that it computes in ways of their own."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

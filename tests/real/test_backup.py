@@ -1,7 +1,5 @@
 """A backup of PostgreSQL as docs/operations.md describes it, made while agents run, and restored."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

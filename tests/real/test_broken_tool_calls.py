@@ -5,8 +5,6 @@ whose messages hold arguments that are not JSON. The prompt goes to the engine a
 messages can be replaced; the stored turn keeps what was sampled.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

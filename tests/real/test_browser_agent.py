@@ -3,8 +3,6 @@
 `TURNWISE_BROWSER_USE` names a Python with browser-use 0.13; the browser is Debian's Chromium. Pages are local ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

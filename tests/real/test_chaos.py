@@ -1,7 +1,5 @@
 """A short storm, and some recorded conversations, on each database; `make chaos` runs longer."""
 
-from __future__ import annotations
-
 import pytest
 from chaos import invariants, recorded
 from chaos.storm import Storm

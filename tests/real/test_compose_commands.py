@@ -4,8 +4,6 @@ Containers need an engine that not every machine has. What they run needs none, 
 is misspelt or a wrong order is found here.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

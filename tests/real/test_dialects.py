@@ -1,7 +1,5 @@
 """Messages and Responses through a real proxy: what clients read, what is stored, and that turns extend each other."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from typing import Any

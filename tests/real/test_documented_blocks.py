@@ -1,7 +1,5 @@
 """The blocks of README and docs that need nothing but a proxy are run, word for word, against a fake engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

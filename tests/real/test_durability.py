@@ -1,7 +1,5 @@
 """A store that fails under load: clear errors, no lost turns, and the same process continues once the store is back."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import subprocess

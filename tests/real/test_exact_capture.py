@@ -5,8 +5,6 @@ turns cut by length and by stop strings, text beyond ASCII, branches of n = 2, t
 the calls concurrent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import dataclasses

@@ -4,8 +4,6 @@ Their texts differ, so a reply is reduced to its shape: for each path the types 
 present. The fake's script repeats the real engine's reply, so that both replies have the same parts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images in each wire format: files reach the engine as data URLs, no URL does, and a model without sight refuses."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts of `bench/learning`: its ledger equals the proxy's, and both workflows learn from it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The whole loop against a real vLLM: calls become turns, rewards become a version, and agents sample with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ The clients' 99th percentile stays below a second, and each of their replies is 
 is a multiple of what the same clients have measured just before, without the other tenant.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics

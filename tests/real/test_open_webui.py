@@ -1,7 +1,5 @@
 """A person's thumbs in a real Open WebUI, in a real browser: clicks become feedback, a version, and new weights."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The page's views in a real Chromium: they show what is stored, follow live turns, and are accessible."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

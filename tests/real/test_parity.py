@@ -6,8 +6,6 @@ the keys of their opening, middle, ending and usage chunks, because chunk bounda
 `make test` asks for each shape of a request once, as a whole reply or as a stream; `make test-all` for both.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

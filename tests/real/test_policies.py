@@ -3,8 +3,6 @@
 Turns are checked against `transformers` itself: the stored logprobs are those of the adapter that the turn names.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Versions are checked against `transformers` itself: a turn's tokens must have th
 names, up to the token of the reload, and those of the next version after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

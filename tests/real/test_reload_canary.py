@@ -4,8 +4,6 @@ Agents open sessions continuously, make two calls in each and end it with a rewa
 weights or adapter are in a directory called `poisoned` gives wrong replies.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Retried calls through a running proxy: no client gets the answer to another client's call."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import threading

@@ -1,7 +1,5 @@
 """Sampling parameters that a request does not set: the probe detects the engine's, and each turn stores them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `TURNWISE_IMAGE_SESSIONS=200 TURNWISE_IMAGE_MODEL=Qwen3VL` before pytest plays more sessions, and another model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

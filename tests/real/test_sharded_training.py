@@ -1,7 +1,5 @@
 """Two processes under `torchrun` give the same losses and weights as one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

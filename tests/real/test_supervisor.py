@@ -1,7 +1,5 @@
 """The supervisor with real processes: order, restarts, giving up, and no process left after any kill."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import os

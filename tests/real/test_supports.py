@@ -1,7 +1,5 @@
 """A real vLLM says which ids could be sampled, and over these the model's own logits give the stored logprobs."""
 
-from __future__ import annotations
-
 import httpx2
 import numpy as np
 import pytest

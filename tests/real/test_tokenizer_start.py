@@ -1,7 +1,5 @@
 """A proxy's second start reads what its first one kept of a tokenizer, in new interpreters."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """OpenTelemetry spans, as a collector receives them over OTLP/HTTP."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Two machines that train together: network namespaces with an address and a host name each."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

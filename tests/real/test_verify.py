@@ -1,7 +1,5 @@
 """`turnwise verify` against a real vLLM: captured logprobs are reproduced, and one changed value is named."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Every wait has a deadline: a client, a writing process or a body that blocks others is cut off."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The wheel in an environment of its own, beside a vLLM: `turnwise up` serves and trains there without a checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

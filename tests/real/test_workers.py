@@ -1,7 +1,5 @@
 """Several serving processes behind one port, and several proxies over one store."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Algorithms by name, and what they make of experiences, for the trainer's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

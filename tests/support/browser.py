@@ -1,7 +1,5 @@
 """A real Chromium, driven by playwright: Debian's, or the one that playwright has downloaded."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

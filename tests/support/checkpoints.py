@@ -4,8 +4,6 @@ The logprobs of two versions differ by much more than the tolerance of the compa
 `transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

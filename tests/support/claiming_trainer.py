@@ -9,8 +9,6 @@ While the file HOLD exists it does not ack.
     python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE HOLD
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import os

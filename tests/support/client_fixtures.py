@@ -1,7 +1,5 @@
 """Fixtures for third-party clients: a proxy and a fake engine per module, and a check of the store after it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 
 import httpx2

@@ -4,8 +4,6 @@ Half of the CPU time of the collection was spent in the garbage collector, in ea
 the collector then ignores these objects, so that it scans only what the tests make, and they are not freed at the end.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

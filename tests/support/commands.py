@@ -1,7 +1,5 @@
 """`turnwise` commands for tests, in this process or as processes without imports of their own: see warm_commands.py."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

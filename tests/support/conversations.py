@@ -1,7 +1,5 @@
 """The conversations of calls, for tests without an event loop."""
 
-from __future__ import annotations
-
 import orjson
 
 from proxy.dialects.base import Call, template_arguments

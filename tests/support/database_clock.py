@@ -1,7 +1,5 @@
 """A settable clock for leases: PostgreSQL's own, or the one of all trainer processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import sqlalchemy as sa

@@ -1,7 +1,5 @@
 """The blocks of commands and settings in README, docs and examples, as the tests read them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

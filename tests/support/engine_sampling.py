@@ -1,7 +1,5 @@
 """A sampler's distribution, written for one token at a time in plain Python, to compare the trainer's with."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

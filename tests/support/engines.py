@@ -4,8 +4,6 @@ The real one serves the small model, built once into a cache directory; it start
 ends with its process group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

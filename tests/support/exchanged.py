@@ -1,7 +1,5 @@
 """What tests of exports and imports share: a captured session, the two commands, and an example of a conversation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experiences made by hand for tests of the trainer's arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A logits processor for vLLM that plays as a model would that reads a page: it acts on the marked elements."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

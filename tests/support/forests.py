@@ -1,7 +1,5 @@
 """Forests that branch at random places."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from trainer.batch.forest import Forest

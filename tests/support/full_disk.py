@@ -1,7 +1,5 @@
 """A disk that takes no more, for this process."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The processes are forked from a server that has torch and transformers loaded, so a world of two takes a second.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import tempfile

@@ -1,7 +1,5 @@
 """A proxy in the test's own process, over a fake engine: for tests of the control plane."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator

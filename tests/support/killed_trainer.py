@@ -7,8 +7,6 @@ Each trainer is a fork of this process, which has imported torch already: import
 A trainer ends as under `kill -9` when it starts the step for the n-th time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Turns and sessions for tests: small, and with tokens that identify their turn."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

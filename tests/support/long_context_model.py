@@ -3,8 +3,6 @@
 One layer keeps a prompt of 100,000 tokens affordable on a CPU. The tokenizer is trained on this repository's text.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

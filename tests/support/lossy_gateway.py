@@ -1,7 +1,5 @@
 """A gateway between clients in the test's process and a proxy: it refuses requests, and loses answers to writes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import httpx2

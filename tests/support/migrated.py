@@ -1,7 +1,5 @@
 """Databases with this release's tables."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

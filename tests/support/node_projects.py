@@ -4,8 +4,6 @@ It is made from the example's `package.json`, so every test runs the version tha
 once, outside the checkout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

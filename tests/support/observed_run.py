@@ -4,8 +4,6 @@ Rewards rise from update to update: in the last of eight, the tasks have 4, 3 an
 all sessions have 0.25 for being polite. The trainer's metrics are made up, everything else comes through the proxy.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 from typing import Any

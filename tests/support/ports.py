@@ -6,8 +6,6 @@ process holds a block of them, also beside the processes of another run on this 
 before all others. The first port of a block is its lock: the process keeps it bound until it ends, also by a kill.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import itertools

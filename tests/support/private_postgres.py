@@ -1,7 +1,5 @@
 """A private PostgreSQL server for the tests: in a temporary directory, on a Unix socket, removed after the session."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

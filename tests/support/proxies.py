@@ -4,8 +4,6 @@ They are forks of a process that has imported the proxy. The fixtures cover the 
 modules that share a proxy or kill it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

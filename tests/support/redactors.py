@@ -1,7 +1,5 @@
 """A redactor for tests: it replaces e-mail addresses, and fails at one word."""
 
-from __future__ import annotations
-
 import re
 
 EMAIL = re.compile(r"\w+@\w+\.\w+")

@@ -4,8 +4,6 @@ They run in a separate thread, so that a test can kill the proxy. Half of them s
 `Idempotency-Key`, so that a repeated call must be found again and not be sampled twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

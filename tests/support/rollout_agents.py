@@ -1,7 +1,5 @@
 """Agents for the tests of `turnwise run`: plain programs that do not use Turnwise and start in milliseconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A trainer as a process of its own, which publishes versions of the tests' small model."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

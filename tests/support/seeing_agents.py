@@ -1,7 +1,5 @@
 """Agents with images in four wire formats: sessions of several turns with branches, repetitions and cut-off streams."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import io

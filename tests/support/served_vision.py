@@ -1,7 +1,5 @@
 """Very small models that see and that vLLM serves, with random weights, a tokenizer and a template of their own."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

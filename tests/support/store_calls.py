@@ -3,8 +3,6 @@
 Each call runs in a transaction that is rolled back, so that all of them share one store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

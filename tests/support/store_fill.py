@@ -1,7 +1,5 @@
 """A store with one small tenant, `t`, and as many groups of others as a test wants."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence

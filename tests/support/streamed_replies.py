@@ -1,7 +1,5 @@
 """The reply of a streamed chat, as an agent reads it that tells a complete reply from one that was cut off."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

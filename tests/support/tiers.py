@@ -5,8 +5,6 @@ starts proxies over stand-in engines and SQLite. `real` is all else: vLLM, kills
 tier fails, so nobody has to remember the limits.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

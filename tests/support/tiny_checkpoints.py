@@ -1,7 +1,5 @@
 """Directories in the form of checkpoints, for engines that load no weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

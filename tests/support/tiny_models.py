@@ -1,7 +1,5 @@
 """Very small models with random weights, of any architecture of transformers, without a tokenizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Very small models that see, with random weights, and chains with images for them, without a tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

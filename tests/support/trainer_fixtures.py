@@ -1,7 +1,5 @@
 """A small model for the tests of a module, and a ledger for each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

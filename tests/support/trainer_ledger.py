@@ -1,7 +1,5 @@
 """A ledger with rollouts of a real, very small policy, for the trainer's tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

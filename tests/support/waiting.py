@@ -1,7 +1,5 @@
 """Wait for a condition with a deadline. Tests never rely on a fixed sleep."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -5,8 +5,6 @@ and connections; those that replace them are started as always. The stand-in eng
 once, before the forks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 They are the real ones, without the second of CPU time in which an interpreter imports the store.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ take long first.
 `--dist loadgroup` has no effect with pytest 9.2 (pytest-dev/pytest-xdist issue 1386), so the scheduler is defined here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

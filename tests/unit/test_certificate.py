@@ -1,7 +1,5 @@
 """The certificate of a model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

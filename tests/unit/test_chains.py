@@ -1,7 +1,5 @@
 """Turns into chains: every trainable token is trained once, and nothing else is."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Static rules of docker-compose.yml; `make compose-check` runs it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import re

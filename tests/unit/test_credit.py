@@ -1,7 +1,5 @@
 """Computes rewards and returns from reward lines."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

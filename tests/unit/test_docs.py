@@ -1,7 +1,5 @@
 """README and docs agree with the code."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The engine's command line and its error messages."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

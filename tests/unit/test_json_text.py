@@ -1,7 +1,5 @@
 """The scan of a JSON text before decoding, compared with the decoded value; numbers of any size and spelling."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

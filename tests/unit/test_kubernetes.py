@@ -1,7 +1,5 @@
 """The Kubernetes manifests: each fits the API's schema, and their commands fit this release."""
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is said, before a batch, of calls whose sampling parameters keep them from being trained."""
 
-from __future__ import annotations
-
 import pytest
 
 from proxy.sessions.pins import with_numbers

@@ -1,7 +1,5 @@
 """The support of sampled tokens: what is stored of it is what was sampled from, in the order of its ids."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import zlib

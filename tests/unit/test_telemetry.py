@@ -1,7 +1,5 @@
 """Log lines and spans that nobody takes delay nothing and are counted."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

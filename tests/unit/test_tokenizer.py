@@ -1,7 +1,5 @@
 """A tokenizer that is kept works as transformers' own, without importing it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jinja2

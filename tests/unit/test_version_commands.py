@@ -1,7 +1,5 @@
 """`turnwise policies` and `turnwise updates`: served versions, updates, and versions that can still be served."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """anthropic-python through the proxy: create, stream, tools, thinking, counting, errors, sync and async."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

@@ -1,7 +1,5 @@
 """Google's SDK through the proxy: generate, stream, chats with tools and thinking, counting, models, errors."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """openai-node through the proxy."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

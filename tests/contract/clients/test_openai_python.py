@@ -1,7 +1,5 @@
 """openai-python through the proxy: its helpers parse, accumulate and retry as they do with OpenAI's own server."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

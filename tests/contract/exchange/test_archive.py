@@ -1,7 +1,5 @@
 """`turnwise archive`: sessions leave the tables for Parquet files, are exported from there, and come back."""
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import json

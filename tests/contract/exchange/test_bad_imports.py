@@ -1,7 +1,5 @@
 """What a file cannot mean: a bad line is refused with its number, and no reply is guessed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

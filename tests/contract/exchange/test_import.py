@@ -1,7 +1,5 @@
 """Imports: each format becomes sessions with the template's tokens, once, and never as sampled ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

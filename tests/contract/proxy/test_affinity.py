@@ -3,8 +3,6 @@
 Each worker is a separate server in this process, and the test chooses the worker that a connection reaches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

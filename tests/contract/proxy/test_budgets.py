@@ -1,7 +1,5 @@
 """Token budgets of keys and tenants. The fake engine echoes: one call of `CHAT` uses the same tokens every time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi.testclient import TestClient

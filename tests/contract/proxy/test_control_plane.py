@@ -1,7 +1,5 @@
 """The control plane's errors for common mistakes, and its representations of sessions and turns."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

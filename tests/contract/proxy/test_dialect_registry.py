@@ -1,7 +1,5 @@
 """A wire format is one registry entry: its routes, error shape and descriptions need no change anywhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The states of an engine: which transitions are legal, and what a call does in each state."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

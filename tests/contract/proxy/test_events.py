@@ -1,7 +1,5 @@
 """`GET /v1/events`: who gets which changes, what a slow client loses, and when a stream ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The HTTP client for calls to engines, against a server that sends exactly the given bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Which sessions are idle, as the proxy's sweep finds them."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

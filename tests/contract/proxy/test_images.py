@@ -1,7 +1,5 @@
 """Images of calls: the limits, what the proxy fetches and what it refuses to, and who may read and delete the bytes."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

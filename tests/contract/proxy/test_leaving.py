@@ -1,7 +1,5 @@
 """A call whose client has left waits for nothing, and a call that has its session ends with exactly one outcome."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every route with every role, on own and foreign sessions of own and foreign tenants."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Group commit against a store that refuses, is locked and recovers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

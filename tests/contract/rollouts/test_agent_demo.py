@@ -1,7 +1,5 @@
 """How the demos play by `turnwise run`, on a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

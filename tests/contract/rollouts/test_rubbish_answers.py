@@ -1,7 +1,5 @@
 """Answers of judges and of called functions that have another shape than they should."""
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import json

@@ -1,7 +1,5 @@
 """The two kinds of transaction, the two errors, and the leases between processes."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import datetime

@@ -1,7 +1,5 @@
 """Migrations: up and down, twice, and always equal to the declared tables."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

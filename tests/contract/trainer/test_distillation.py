@@ -1,7 +1,5 @@
 """On-policy distillation: the advantage by hand, and teachers over HTTP that fail in every way."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Imported conversations are trained by SFT and DPO, and left alone by every other loss."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An algorithm of the user's own: it is loaded, checked and called once at the start, and trains."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sessions of another model, and those that may not be trained, stop no version."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 

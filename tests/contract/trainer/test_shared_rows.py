@@ -1,7 +1,5 @@
 """What a row may hold, over every kind of layer and every attention, against a forward pass of transformers a chain."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The ledger as the trainer's source: claimed batches, and incomplete groups."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading

@@ -1,7 +1,5 @@
 """`turnwise verify` on a sound database and on one with each fault: every fault is named with its location."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

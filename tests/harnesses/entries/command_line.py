@@ -1,7 +1,5 @@
 """Agents that are programs of the command line."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frameworks in which agents are written, for Python and Node."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

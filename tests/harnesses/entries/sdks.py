@@ -1,7 +1,5 @@
 """SDKs of model providers, for Python and Node."""
 
-from __future__ import annotations
-
 from harnesses.entry import dev, node_program, npm, pypi, python_program
 
 OPENAI = "`OPENAI_BASE_URL=…/v1` or `base_url=`"

@@ -1,7 +1,5 @@
 """Agents that shorten long conversations: they leave out old messages or replace them by a summary."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

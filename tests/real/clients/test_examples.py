@@ -4,8 +4,6 @@ The test applies the diff of the example's README and runs the agent with that l
 as in the framework's documentation, with the proxy's address in the environment.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -5,8 +5,6 @@ acked, and how often. With SQLite all trainers are on one machine, whose clock j
 off. PostgreSQL has its own clock, which jumps, while the trainers' clocks are off by hours, each differently.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ The proxy is killed at every named point of a call and at random moments. Its wr
 the next proxy starts, so that it stores nothing more for the killed proxy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

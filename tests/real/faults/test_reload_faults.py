@@ -4,8 +4,6 @@ Two fake engines, each in its own process. The first tries each version; a versi
 second.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import urllib.error

@@ -1,7 +1,5 @@
 """A real trainer process under `kill -9` at each stage of an update, and the process that resumes."""
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections import defaultdict

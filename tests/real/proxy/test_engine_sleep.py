@@ -1,7 +1,5 @@
 """Engines free their memory while a trainer computes, keep their calls, and wake when it has computed or dies."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator

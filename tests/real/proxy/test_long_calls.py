@@ -1,7 +1,5 @@
 """A call whose request is decoded item by item, in a thread, is served and stored as any other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A long conversation is rendered in short, with the same answer as the whole one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """One round of the reloader, step by step: over a real store and fake engines that record what they load."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno

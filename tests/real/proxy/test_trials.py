@@ -1,7 +1,5 @@
 """Arms of a policy's sessions: the hold-out with its lift, and a trial in a proxy of two workers, driven by one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

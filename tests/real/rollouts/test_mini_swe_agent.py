@@ -1,7 +1,5 @@
 """mini-swe-agent itself, played by `turnwise run --call` against the fake engine: every session is one exact chain."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """pydantic-ai on the demo's trail, played by `turnwise run --call`: streamed, with a typed tool."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`turnwise reward` as a user calls it: sessions of a real proxy get their rewards, each once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`turnwise run` as a user calls it: a process, a real proxy, and agents that are separate programs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`turnwise db copy`: a whole database in another one, of the same or the other kind."""
 
-from __future__ import annotations
-
 import pytest
 import sqlalchemy as sa
 from support.commands import invoke

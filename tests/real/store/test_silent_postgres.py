@@ -1,7 +1,5 @@
 """A PostgreSQL whose processes are stopped: its kernel still acknowledges data, and it enforces no timeout."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The directory of the versions belongs to one trainer, and no kill leaves it without a complete version."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The critic: GAE and its value loss by hand, and a run with a critic that resumes bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Devices of `torchrun`, rows that do not fit into memory, and the published weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

@@ -3,8 +3,6 @@
 `pytest tests/real/trainer/test_distribution.py -m slow -s` plays more than 20,000 tokens of SmolLM2-135M-Instruct.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import dataclasses

@@ -3,8 +3,6 @@
 `TURNWISE_IMAGE_MODEL=Qwen3VL` before pytest takes another model.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Several policies in one trainer: adapters of one model in memory."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

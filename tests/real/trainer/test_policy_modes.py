@@ -1,7 +1,5 @@
 """The loss and gradient are the same in each mode of the policy: compiled, checkpointed, in bfloat16, with kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

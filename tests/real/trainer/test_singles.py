@@ -1,7 +1,5 @@
 """Single sessions: what they are compared with, and what is trained of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from types import SimpleNamespace

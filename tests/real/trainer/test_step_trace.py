@@ -1,7 +1,5 @@
 """One training step can be followed: it stays within few files of the trainer, and a claim is few calls deep."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The pretrained demo's task and its control."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections import Counter

@@ -1,7 +1,5 @@
 """The recipes: their settings, tasks, agents and graders, with a model that knows the answer and one that does not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Exports of the store: each format's lines, the same bytes for the same input, and formats of packages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

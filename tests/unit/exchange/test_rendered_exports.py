@@ -1,7 +1,5 @@
 """What the libraries of other trainers make of an export: with the model's template, the stored tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From the engine's reply to turns: their parent, their stored fields, and their single outcome."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from concurrent.futures import Future

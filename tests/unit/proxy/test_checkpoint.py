@@ -1,7 +1,5 @@
 """Checks of a checkpoint directory that read only its files."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which turn a request extends, and the reason that is recorded when it extends none."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -3,8 +3,6 @@
 A client reads nothing that was not sampled: no call that was cut off, no end that the model did not reach.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

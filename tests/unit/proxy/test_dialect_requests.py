@@ -1,7 +1,5 @@
 """Requests in the shapes that the formats' own documents allow, translated to chat messages and sampling parameters."""
 
-from __future__ import annotations
-
 import re
 import typing
 from typing import Any

@@ -1,7 +1,5 @@
 """When two conversations count as equal, in whatever form a client writes them."""
 
-from __future__ import annotations
-
 import pytest
 from support.conversations import digest_history
 

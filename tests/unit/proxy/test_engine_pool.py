@@ -1,7 +1,5 @@
 """Which engine and which weights a session's calls get; a change of one engine moves few sessions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The fields that are removed from an engine's reply, and that no other byte changes, whatever the text."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

@@ -1,7 +1,5 @@
 """The session that a request names, by ids that harnesses send on their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

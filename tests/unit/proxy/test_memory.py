@@ -1,7 +1,5 @@
 """The memory of sessions, tokens and conversations: its size, what leaves first, and for which calls it is used."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where images stand in a prompt: put there by the engine's plug-in, and checked in the echo by the proxy."""
 
-from __future__ import annotations
-
 import base64
 import json
 import types

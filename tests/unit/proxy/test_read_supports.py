@@ -1,7 +1,5 @@
 """Supports in an engine's reply that cannot be those of a token are unknown, and the other tokens keep theirs."""
 
-from __future__ import annotations
-
 import base64
 import json
 

@@ -1,7 +1,5 @@
 """The role of a chain: detected when it starts, corrected by later turns."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

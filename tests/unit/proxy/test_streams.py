@@ -1,7 +1,5 @@
 """What is captured of a stream, and what the client gets, do not depend on how it is cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,7 +1,5 @@
 """What is stored in a few words and numbers: sessions, updates, and what a session waits for until it is trained."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ requested. Outside of the sampled tokens, prompt + reply + continuation must equ
 whole conversation, or the continuation must refuse with a reason.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

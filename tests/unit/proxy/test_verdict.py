@@ -1,7 +1,5 @@
 """The judgements of a reload: the verdict over a trial, and whether an engine computes what was published."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

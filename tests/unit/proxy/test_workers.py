@@ -1,7 +1,5 @@
 """The parent of several workers passes changes on, and says when all workers that serve have applied them."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

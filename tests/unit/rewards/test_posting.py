@@ -1,7 +1,5 @@
 """The process that posts rewards, over a stand-in of the client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tasks, agents, pace and results of `turnwise run`."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

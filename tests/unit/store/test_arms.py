@@ -1,7 +1,5 @@
 """Which sessions a trial takes, its statistics in the ledger, and the states of a version under trial."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 

@@ -1,7 +1,5 @@
 """Claim, lease, ack: a group is trained exactly once, also when trainers fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import threading

@@ -1,7 +1,5 @@
 """Marks of sessions, users, keys and tenants: what they reach, what wins, and what no trainer sees any more."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

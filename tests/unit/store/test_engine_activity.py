@@ -1,7 +1,5 @@
 """Seconds in which engines served and ran calls, and the idle shares that follow from them."""
 
-from __future__ import annotations
-
 import datetime
 
 import sqlalchemy as sa

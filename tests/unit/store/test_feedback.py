@@ -1,7 +1,5 @@
 """Feedback and labels of sessions."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forks: sessions that begin with copies of another session's turns, made in short transactions."""
 
-from __future__ import annotations
-
 import pytest
 from support.ledger_samples import add_session, make_turn
 

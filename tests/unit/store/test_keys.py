@@ -1,7 +1,5 @@
 """API keys: shown once, stored as a hash, revocable; and the secret that proxies share."""
 
-from __future__ import annotations
-
 import pytest
 import sqlalchemy as sa
 

@@ -1,7 +1,5 @@
 """Writes while agents run, on both databases."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 from concurrent.futures import ThreadPoolExecutor

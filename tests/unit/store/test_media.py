@@ -1,7 +1,5 @@
 """Images of a tenant: stored once, linked by every session that has them, deleted with the last one."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

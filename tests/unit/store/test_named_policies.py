@@ -1,7 +1,5 @@
 """Named policies: what is one policy's, its versions, pin, arms, groups and claims, is nobody else's."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 from collections.abc import Callable, Mapping

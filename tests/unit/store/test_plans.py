@@ -4,8 +4,6 @@
 in these tests fails one of them, so a new statement cannot be left out.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Read models: whole prompts, pages, filters, experiences and their dry run."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deletion of old sessions, of one session and of a tenant; and copies of a database in use."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

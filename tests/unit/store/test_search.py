@@ -1,7 +1,5 @@
 """Search in what sessions hold: each condition, the bounds of one search, and how it continues."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Sessions that calls open, and a second creation, which applies changes that are still possible and refuses others."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor

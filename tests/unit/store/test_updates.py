@@ -1,7 +1,5 @@
 """Records of training: what names its updates, what an update names, reports of trainers, and expected advantages."""
 
-from __future__ import annotations
-
 import datetime
 import json
 

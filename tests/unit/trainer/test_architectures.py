@@ -1,7 +1,5 @@
 """What an adapter reaches in the models of today, and that a version of whole weights is the model that was served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The forest's attention mask, in the forms that kernels accept, over real architectures."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Adapters that PEFT wrote, as a policy starts from them: computed as PEFT computes them, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft

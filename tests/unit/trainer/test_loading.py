@@ -1,7 +1,5 @@
 """Loading a policy's model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

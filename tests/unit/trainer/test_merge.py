@@ -1,7 +1,5 @@
 """An adapter merged into its base model, and uploaded."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """The bounds that make the trainer wait; no group is dropped without a log line during a wait."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The engine's processors on the trainer's logits: values and gradients, against a formula in float64 and autograd."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

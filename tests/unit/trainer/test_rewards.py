@@ -1,7 +1,5 @@
 """Rewards for training: weighted by name, normalised separately, shaped by length."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

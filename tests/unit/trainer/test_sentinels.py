@@ -1,7 +1,5 @@
 """Sentinels name a planted hack with its numbers and three sessions, and let honest changes pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

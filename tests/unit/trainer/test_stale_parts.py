@@ -1,7 +1,5 @@
 """Which part of a model an engine kept, by its answer to a version's probe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

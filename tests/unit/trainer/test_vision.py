@@ -1,7 +1,5 @@
 """Images in packed rows: the pixels the engine saw, in the stored places, with the gradient of a row a chain."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
