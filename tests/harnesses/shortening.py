@@ -47,7 +47,6 @@ class ShorteningHarness(Harness):
 def examine_shortening(stage: Stage) -> Verdict:
     """Play an agent with and without a session in its address, and fill the cells of its row."""
     harness = stage.harness
-    assert isinstance(harness, ShorteningHarness)
     verdict = Verdict({"shortens": harness.shortens})
     session_id = f"shortening-{uuid.uuid4().hex[:8]}"
     if harness.context_for is not None:

@@ -46,8 +46,8 @@ class Site(BaseHTTPRequestHandler):
         at = int(step[0] or 0) if kind == "task" else -1
         is_last = at == 1 + int(number or 0) % 2
         if is_last:
-            self.server.solved.add(number)  # type: ignore[attr-defined]
-        self.server.typed += parse_qs(asked.query).get("word", [])  # type: ignore[attr-defined]
+            self.server.solved.add(number)
+        self.server.typed += parse_qs(asked.query).get("word", [])
         going = STEPS[(int(number or 0) + at) % len(STEPS)].format(next=f"/task/{number}/{at + 1}")
         body = f"<body><h1>Task {number}, page {at}</h1>{SOLVED if is_last else going}</body>" if at >= 0 else "Wrong."
         self.send_response(200)
@@ -62,7 +62,7 @@ class Site(BaseHTTPRequestHandler):
 @pytest.fixture
 def site() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.solved, server.typed = set(), []  # type: ignore[attr-defined]
+    server.solved, server.typed = set(), []
     with serving(server):
         yield server
 
@@ -88,8 +88,8 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(site,
         views = proxy.turns()
     print(played.stdout, played.stderr[-3000:], sep="\n")
     assert played.stdout.split() == [word for number in range(NUM_TASKS) for word in (str(number), "True")]
-    assert site.solved == {str(number) for number in range(NUM_TASKS)}  # type: ignore[attr-defined]
-    assert set(site.typed) == {TYPED}  # type: ignore[attr-defined]
+    assert site.solved == {str(number) for number in range(NUM_TASKS)}
+    assert set(site.typed) == {TYPED}
     assert {view.turn.outcome for view in views} == {Outcome.EXACT}
     policy = Policy(TrainerSettings(model=str(model), device="cpu"))
     policy.load(0)

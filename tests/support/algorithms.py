@@ -20,7 +20,7 @@ def algorithm(name: str = "grpo", **settings: Any) -> Algorithm:
 def assigned(experiences: Sequence[Experience], name: str, **settings: Any) -> list[Floats]:
     chosen = algorithm(name, **settings)
     offered = offer(experiences, keys_of(experiences), SelectionRule(), (), chosen.reward)
-    return chosen.assign(offered, {})  # type: ignore[attr-defined,no-any-return]
+    return chosen.assign(offered, {})
 
 
 def selected(

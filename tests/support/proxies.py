@@ -181,7 +181,7 @@ def start_proxy(tmp_path: Path) -> Iterator[StartProxy]:
 
         def start(engine_url: str, *flags: str, database_url: str | None = None, **others: object) -> RunningProxy:
             url = database_url or f"sqlite:///{tmp_path}/turnwise.db"
-            return running.enter_context(running_proxy(engine_url, url, tmp_path, *flags, **others))  # type: ignore[arg-type]
+            return running.enter_context(running_proxy(engine_url, url, tmp_path, *flags, **others))
 
         yield start
 

@@ -33,7 +33,7 @@ class Process:
     def __init__(self, stage: Stage, **settings: object) -> None:
         metrics = Metrics()
         self._publish = stage.publish
-        given = ProxySettings(engine=[engine.url for engine in stage.engines], **settings)  # type: ignore[arg-type]
+        given = ProxySettings(engine=[engine.url for engine in stage.engines], **settings)
         self.writer = Writer(ProxySettings(database=stage.url), metrics)
         self.pool = EnginePool(given.engine, metrics, stage.database, timeout_seconds=60)
         self.unsuitable: str | None = None

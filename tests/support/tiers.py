@@ -52,7 +52,7 @@ class Tiers:
         self._slowness = measured_slowness()
         self._pid = os.getpid()
         sys.addaudithook(self._audit)
-        socket.socket.listen = self._watched(socket.socket.listen)  # type: ignore[method-assign]  # has no audit event
+        socket.socket.listen = self._watched(socket.socket.listen)  # has no audit event
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

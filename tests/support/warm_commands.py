@@ -256,7 +256,7 @@ class Starter:
 
 
 def main() -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as `proxy.main` does
+    sys.modules["torch"] = None  # as `proxy.main` does
     gc.disable()
     for name in IMPORTED:
         import_module(name)

@@ -51,7 +51,7 @@ def fork_children(arguments: Sequence[str]) -> None:
     given = iter(arguments)
     num_workers = next((int(next(given)) for flag in given if flag == "--workers"), 1)
     if num_workers > 1:
-        unix_events.subprocess = _with_forked([_fork(_serve) for _ in range(num_workers)])  # type: ignore[attr-defined]
+        unix_events.subprocess = _with_forked([_fork(_serve) for _ in range(num_workers)])
     else:
         _fork_writing_process()
 
@@ -88,7 +88,7 @@ def _with_forked(forked: list[_Forked]) -> Any:
     class ForkedFirst(subprocess.Popen[bytes]):
         def _execute_child(self, *given: Any) -> None:
             if not forked:
-                return super()._execute_child(*given)  # type: ignore[misc]
+                return super()._execute_child(*given)
             pid, link = forked.pop(0)
             (descriptor,), environment = given[4], given[6]  # pass_fds, env
             with link:
@@ -145,5 +145,5 @@ def _serve(link: socket.socket) -> None:
 
     _fork_writing_process()
     if _is_started(link, WORKER_NAME):
-        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+        values.ValueClass = values.get_value_class()
         run_worker()

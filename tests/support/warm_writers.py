@@ -16,7 +16,7 @@ from proxy.writer import client
 
 
 def fork_writers() -> None:
-    client.subprocess = Namespace(subprocess, Popen=_started)  # type: ignore[attr-defined]
+    client.subprocess = Namespace(subprocess, Popen=_started)
 
 
 def _started(_: Sequence[str], *, pass_fds: Sequence[int]) -> WarmProcess:

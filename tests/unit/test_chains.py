@@ -49,9 +49,7 @@ def routing(experts: list[int]) -> str:
 
 
 def packed(experts: list[int], start: int, num_tokens: int) -> bytes:
-    found = pack_routing(routing(experts), start, num_tokens)
-    assert isinstance(found, bytes)
-    return found
+    return pack_routing(routing(experts), start, num_tokens)
 
 
 def test_the_experts_of_a_chain_come_from_all_of_its_turns():

@@ -33,7 +33,7 @@ async def listening(hub: Events, tenant: str) -> AsyncIterator[AsyncIterator[Eve
                 yield event
 
     changes = hub.changes(tenant, asyncio.get_running_loop().create_future())
-    async with contextlib.aclosing(changes), asyncio.timeout(60.0):  # type: ignore[type-var]
+    async with contextlib.aclosing(changes), asyncio.timeout(60.0):
         assert await anext(changes) == []
         yield events_of(changes)
 

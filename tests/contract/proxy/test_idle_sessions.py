@@ -24,7 +24,7 @@ def wait_for_a_sweep(http: TestClient) -> None:
     seen: list[str] = []
 
     async def counted(self: sweeper.Sweeper, *arguments: object) -> None:
-        await closed(self, *arguments)  # type: ignore[arg-type]
+        await closed(self, *arguments)
         seen.append(str(arguments[-1]))
 
     with pytest.MonkeyPatch.context() as patched:

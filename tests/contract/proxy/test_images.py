@@ -44,7 +44,7 @@ class Pictures(http.server.BaseHTTPRequestHandler):
     """Serves a picture, redirects, too many bytes, no end, and an error."""
 
     def do_GET(self) -> None:
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.server.asked.append(self.path)
         if self.path.startswith("/to/"):
             self.send_response(302)
             self.send_header("location", self.path.removeprefix("/to/"))
@@ -66,7 +66,7 @@ class Pictures(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def pictures() -> Iterator[http.server.ThreadingHTTPServer]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
-    server.asked = []  # type: ignore[attr-defined]
+    server.asked = []
     with serving(server):
         yield server
 

@@ -28,7 +28,6 @@ def _bash_code(calls: Sequence[ToolCall]) -> Reply:
 
 
 def _command(call: ToolCall) -> str:
-    assert isinstance(call.arguments, dict)
     return str(call.arguments["command"])
 
 

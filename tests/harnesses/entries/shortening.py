@@ -24,12 +24,10 @@ def _with_encodings(argv: Callable[[Path], list[str]]) -> Callable[[Path], list[
 
 
 def _gptme_call(calls: Sequence[ToolCall]) -> Reply:
-    assert isinstance(calls[0].arguments, dict)
     return Reply(text=f"I look.\n\n```shell\n{calls[0].arguments['command']}\n```")
 
 
 def _cline_call(calls: Sequence[ToolCall]) -> Reply:
-    assert isinstance(calls[0].arguments, dict)
     arguments = {"commands": [calls[0].arguments["command"]]}
     return Reply(text="I look.", tool_calls=[ToolCall(name="run_commands", arguments=arguments)])
 
@@ -41,7 +39,6 @@ def _terminus(keystrokes: str, *, is_last: bool) -> Reply:
 
 
 def _terminus_call(calls: Sequence[ToolCall]) -> Reply:
-    assert isinstance(calls[0].arguments, dict)
     return _terminus(str(calls[0].arguments["command"]), is_last=False)
 
 

@@ -276,7 +276,7 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
         async def written(change: object, *arguments: object) -> object:
             if change is serving.activate_version:
                 seen.append(await driver.versions_of(control))
-            return await write(change, *arguments)  # type: ignore[arg-type]
+            return await write(change, *arguments)
 
         monkeypatch.setattr(driver.reloader.lease, "write", written)
         monkeypatch.setattr("turnwise.store.arms.arms_since", equal_arms)

@@ -176,7 +176,7 @@ async def extended(
     wanted = call(messages, **fields)
     live = LiveSession(Session(session_id="s"), forest)
     place = CallPlace(live, live.session, forest, conversation_of(wanted))
-    await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)  # type: ignore[arg-type]
+    await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)
     return place
 
 

@@ -244,7 +244,7 @@ def type_names(declared: Any) -> list[str]:
 def parsed_or_refused(dialect: Any, body: dict[str, Any], kind: str) -> list[Any]:
     """Return the messages of a request, or of one that is refused, its refusal, which names the type."""
     try:
-        return dialect.parse(body, max_choices=1, max_messages=99).messages  # type: ignore[no-any-return]
+        return dialect.parse(body, max_choices=1, max_messages=99).messages
     except InvalidRequest as error:
         refusal = str(error)
     assert kind in refusal

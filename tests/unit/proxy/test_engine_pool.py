@@ -152,7 +152,6 @@ def test_an_adapters_name_and_its_version_are_one_to_one():
 async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     """Without the probe there is no other way to detect it."""
     engine = pool.engines[0]
-    assert isinstance(engine, Engine)
     assert not engine.may_have_lora
     engine.adapters[3] = Lane(engine, 3, adapter_name(3))
     assert engine.may_have_lora
@@ -209,7 +208,7 @@ async def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted(
     """Of 1,003 minutes the three oldest are dropped."""
     writer, metrics = FailingOnce(), Metrics()
     pool = EnginePool(["http://a"], metrics, NO_STORE, timeout_seconds=1)
-    recorder = ActivityRecorder(pool, writer, metrics)  # type: ignore[arg-type]
+    recorder = ActivityRecorder(pool, writer, metrics)
     pool.engines[0].change(EngineState.READY)
     for minute in range(MAX_WAITING + 3):
         recorder.sample(60 * (MINUTE + minute))
@@ -223,7 +222,7 @@ async def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted(
 async def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
     writer, metrics = FailingOnce(), Metrics()
     pool = EnginePool(["http://a", "http://b"], metrics, NO_STORE, timeout_seconds=1)
-    recorder = ActivityRecorder(pool, writer, Metrics())  # type: ignore[arg-type]
+    recorder = ActivityRecorder(pool, writer, Metrics())
     pool.engines[0].change(EngineState.READY)
     recorder.sample(60 * MINUTE)  # second 0: no call
     session = Session(session_id="s")

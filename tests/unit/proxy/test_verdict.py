@@ -33,16 +33,14 @@ def test_a_significant_fall_of_the_reward_beyond_the_limit_rolls_back():
 
 def test_a_reward_that_significantly_stays_within_the_limit_promotes():
     """0.95 against 1.0 without spread: −0.05 is above −0.1."""
-    verdict = judge(arm([0.95] * 4), arm([1.0] * 4), SETTINGS)
-    assert verdict.is_good
+    assert judge(arm([0.95] * 4), arm([1.0] * 4), SETTINGS).is_good
 
 
 def test_after_the_maximum_of_sessions_the_mean_alone_decides():
     """100 of 0/1 at 0.88 against 1.0: error √(0.1067/100) = 0.0327; −0.12 + 0.065 is not sure, but −0.12 < −0.1."""
     nearly = [0.0] * 12 + [1.0] * 88
     assert judge(arm(nearly[:99]), arm([1.0] * 200), SETTINGS) is None
-    verdict = judge(arm(nearly), arm([1.0] * 200), SETTINGS)
-    assert not verdict.is_good
+    assert not judge(arm(nearly), arm([1.0] * 200), SETTINGS).is_good
 
 
 def test_broken_turns_roll_back_without_waiting_for_rewards():
@@ -55,8 +53,7 @@ def test_broken_turns_roll_back_without_waiting_for_rewards():
 
 def test_without_rewards_a_trial_without_more_broken_turns_promotes_after_the_maximum_of_sessions():
     assert judge(Arm((), 99, 0, 0), Arm((), 400, 400, 0), SETTINGS) is None
-    verdict = judge(Arm((), 100, 100, 0), Arm((), 400, 400, 0), SETTINGS)
-    assert verdict.is_good
+    assert judge(Arm((), 100, 100, 0), Arm((), 400, 400, 0), SETTINGS).is_good
 
 
 def test_drift_is_zero_for_the_same_policy_and_grows_with_the_difference():

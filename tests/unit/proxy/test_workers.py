@@ -47,7 +47,7 @@ class Ended:
 def workers(tmp_path: Path) -> _Workers:
     parent = _Workers(WorkerSetup(ProxySettings(), tmp_path), 3)
     for is_ready in (True, True, True, False):
-        worker = _Worker(Ended(), Link())  # type: ignore[arg-type]
+        worker = _Worker(Ended(), Link())
         parent._running.add(worker)
         if is_ready:
             parent._take(worker, WorkerReady())
@@ -59,7 +59,6 @@ def ready(workers: _Workers) -> list[_Worker]:
 
 
 def received(worker: _Worker) -> list[Any]:
-    assert isinstance(worker.transport, Link)
     return worker.transport.messages
 
 

@@ -198,7 +198,7 @@ def test_a_canary_takes_sessions_of_its_policy_only(database, two):
         opened = sessions.create_sessions(conn, wanted)
         stored = [sessions.read_session(conn, "a", each.session_id) for each in wanted]
     assert [(each.policy_id, each.arm) for each in stored] == [(DEFAULT_POLICY, None), (a, 2), (b, None)]
-    assert [one for one, _ in opened] == stored  # type: ignore[misc]
+    assert [one for one, _ in opened] == stored
 
 
 def test_a_group_has_one_policy(database, two):
