@@ -17,8 +17,6 @@ from support.tiny_models import quantise
 
 from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
 
-TEXT_ONLY = ("--language-model-only",)
-"""Flag of vLLM for wrappers: images need a processor, and these models have none."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 FLAT = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
