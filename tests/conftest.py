@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import hypothesis
 import pytest
-from support.migrated import migrated, migrated_file
+from support.migrated import migrated
 from support.private_postgres import PrivatePostgres, binary
 
 from turnwise.store.database import Database
@@ -52,11 +52,6 @@ def postgres_server() -> Iterator[PrivatePostgres]:
         yield server
     finally:
         server.close()
-
-
-@pytest.fixture(scope="session")
-def sqlite_template() -> Path:
-    return migrated_file()
 
 
 @pytest.fixture(scope="session")

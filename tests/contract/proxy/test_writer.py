@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import pytest
+from support.migrated import migrated
 from support.proxies import children
 from support.waiting import wait_until
 
@@ -99,10 +100,9 @@ def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_
 
 
 @pytest.fixture
-def locked(tmp_path, sqlite_template):
+def locked(tmp_path):
     path = tmp_path / "locked.db"
-    path.write_bytes(sqlite_template.read_bytes())
-    database = Database(f"sqlite:///{path}", lock_timeout_seconds=0.05)
+    database = Database(migrated(f"sqlite:///{path}"), lock_timeout_seconds=0.05)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as holder:
         with database.write() as connection:
             sessions.create_session(connection, SESSION)
