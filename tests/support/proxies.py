@@ -150,15 +150,9 @@ def running_proxy(
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningProxy]:
-    """Bring the database up to date and run a proxy over it until the block ends.
+    """Bring the database up to date and run a proxy over it, on a free port by default, until the block ends.
 
-    Args:
-        engine_url: the engine's base URL.
-        database_url: its store.
-        directory: where the log goes.
-        flags: further flags of `turnwise proxy`.
-        port: where to listen; by default a free port.
-        environment: variables besides the test's own.
+    The directory gets its log; the flags and the environment come after `turnwise proxy`'s and the test's own.
     """
     environment = {**os.environ, **(environment or {})}
     migrated(database_url)

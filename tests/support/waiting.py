@@ -11,13 +11,7 @@ Found = TypeVar("Found")
 
 
 def wait_until(condition: Callable[[], Found], what: str, seconds: float = WAIT_SECONDS) -> Found:
-    """Return what the condition returns as soon as that is true.
-
-    Args:
-        condition: called again and again.
-        what: the condition in words, for the failure.
-        seconds: the deadline.
-    """
+    """Return what the condition returns as soon as that is true; `what` says it in words, for the failure."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"after {seconds:.0f} s it is still not true that {what}"
