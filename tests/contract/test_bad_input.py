@@ -81,7 +81,7 @@ def test_a_reward_for_an_unknown_target_is_not_found(shared):
     [({"x-step": bad}, {}, "step") for bad in ("-1", "two", "9" * 12)]
     + [({"x-session-id": bad}, {}, "session_id") for bad in ("..", "a b", "a/b", "x" * 257)]
     + [({"idempotency-key": "k" * 257}, {}, "Idempotency-Key")]
-    + [({}, {"step": bad}, "step") for bad in (1.5, True, [])]
+    + [({}, {"step": bad}, "step") for bad in (1.5, True, [], -1, 10**12)]
     + [({}, {"session_id": bad}, "session_id") for bad in (5, ["x"])],
 )
 def test_an_invalid_identity_is_refused(shared, headers, metadata, param):
