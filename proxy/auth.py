@@ -111,8 +111,9 @@ class Principal:
     role: str
     key_id: str
     """Id of the key in the ledger; inferred sessions of different keys are separate."""
-    parent_key_id: str | None = None
-    """The API key that made a session key; `OPEN` for the callers of a proxy without keys; None for an API key."""
+    root_key_id: str
+    """The key that limits and budgets count the calls of: an API key itself, or the one that made a session key; `OPEN`
+    for the callers of a proxy without keys."""
     session_id: str | None = None
     """The session of a session key; None for other keys."""
     session_created_at: int | None = None
@@ -124,11 +125,6 @@ class Principal:
     train: bool = True
     record: bool = True
     """False where the root is marked: the sessions that it calls in are not trained, or not even recorded."""
-
-    @property
-    def root_key_id(self) -> str:
-        """The key that limits and budgets count the calls of."""
-        return self.parent_key_id or self.key_id
 
     def require(self, action: str) -> None:
         """Check that the role allows the action.
@@ -237,6 +233,7 @@ class Authenticator:
             tenant=key.tenant,
             role=key.role,
             key_id=key.key_id,
+            root_key_id=key.key_id,
             has_budget=key.token_budget is not None,
             policy_id=key.policy_id,
             train=key.train,
@@ -275,7 +272,7 @@ class Authenticator:
             tenant=tenant,
             role=role,
             key_id=f"session-{tenant}/{session_id}",
-            parent_key_id=root_id,
+            root_key_id=root_id,
             session_id=session_id,
             session_created_at=int(created_at),
             has_budget=root.has_budget,
@@ -305,7 +302,7 @@ class Authenticator:
 
 @functools.lru_cache(MAX_CACHED_KEYS)
 def _open_principal(digest: bytes) -> Principal:
-    return Principal(tenant=DEFAULT_TENANT, role="admin", key_id=f"open-{digest[:6].hex()}", parent_key_id=OPEN)
+    return Principal(tenant=DEFAULT_TENANT, role="admin", key_id=f"open-{digest[:6].hex()}", root_key_id=OPEN)
 
 
 def session_deleted(session_id: str) -> Unauthorized:

@@ -13,7 +13,6 @@ from fastapi import Request
 
 from proxy.auth import Authenticator, open_authenticator
 from proxy.calls.images import Images
-from proxy.calls.model_names import ModelNames
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.engines.activity import ActivityRecorder
@@ -86,6 +85,7 @@ class Services:
             gone_seconds=settings.engine_gone_seconds,
             support_ids=settings.support_ids,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
+            model_names=settings.model_names,
         )
         self.upstream = (
             None
@@ -99,7 +99,6 @@ class Services:
         )
         """Where routes that no engine serves are passed to; None if nowhere."""
         self.pool.divides_time = any("engine_second" in table for table in settings.prices.values())
-        self.model_names = ModelNames(settings.model_names, self.pool, database)
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
         self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)
         self.images = Images(settings, metrics)

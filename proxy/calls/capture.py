@@ -17,13 +17,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import orjson
 
 from proxy.calls.retries import Attempt
 from proxy.dialects import sse
 from proxy.dialects.base import SAMPLED_ENDS, SENT, Call, Captured, Choice
-from proxy.engines.engine import Lane
-from proxy.sessions.forest import EncodedIds, KnownTurn, count_ids, encoded, ids_as_text
+from proxy.engines.engine import NOT_A_COMPLETION, Lane
+from proxy.sessions.forest import KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
 from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
@@ -40,8 +39,6 @@ MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "func
 """Fields of a reply that are stored."""
 CHOICES = b'"choices"'
 """Present in every chunk of a completion; an event without it is an error."""
-NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError, AttributeError)
-"""What decoding a reply raises that is not a completion."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,42 +83,24 @@ def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
     Raises:
         EngineUnavailable: one is not a chunk of a completion.
     """
-    encoder = running.call.encoder
+    call, captured, place, encoder = running.call, running.captured, running.place, running.call.encoder
     is_over = events[-1:] == [sse.DONE]
     chunks = events[:-1] if is_over else events
     try:
-        encoded = encoder.chunks(take_parts(chunks, running, lane)) if chunks else b""
+        encoded = encoder.chunks(lane.read_reply(chunks, captured, call, place)) if chunks else b""
     except EngineUnavailable:
         if all(CHOICES in chunk for chunk in chunks):
             raise
         encoded = b"".join(
-            encoder.chunks(take_parts([chunk], running, lane)) if CHOICES in chunk else encoder.error(chunk)
+            encoder.chunks(lane.read_reply([chunk], captured, call, place))
+            if CHOICES in chunk
+            else encoder.error(chunk)
             for chunk in chunks
         )
-    if running.first_token_at is None and any(choice.token_ids for choice in running.captured.choices.values()):
+    if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
         running.first_token_at = time.perf_counter()
         running.version_first = lane.sampled_version
     return encoded + encoder.done() if is_over else encoded
-
-
-def take_parts(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
-    """Capture a whole reply, or chunks of a stream; return them without the fields that the client did not ask for.
-
-    Raises:
-        EngineUnavailable: one is not of a completion.
-    """
-    call = running.call
-    inside, requested = lane.model, call.model or lane.engine.model
-    try:
-        shown = lane.engine.read_reply(parts, running.captured, call, running.place)
-    except NOT_A_COMPLETION as error:
-        raise EngineUnavailable(
-            f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
-        ) from error
-    if inside != requested:
-        old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
-        shown = [part.replace(old, new, 1) for part in shown]
-    return shown
 
 
 def failed_turn(running: Running, reason: str) -> NewTurn:
@@ -337,27 +316,17 @@ def charge(
 
 def remembered(running: Running, turns: list[NewTurn]) -> list[KnownTurn]:
     """Return what a session in memory needs to extend the turns of a call that were just stored."""
-    place, before = running.place, running.place.conversation.messages
-    prompt_digest = before[-1] if before else b""
-    return [
-        known_turn(
-            turn,
-            None if turn.parent_turn_id is None else place.parent,
-            prompt_digest,
-            root=running.root,
-            tokens=_all_ids(turn, place.prompt),
-        )
-        for turn in turns
-        if len(turn.token_ids)
-    ]
-
-
-def _all_ids(turn: NewTurn, sent: EncodedIds | None) -> EncodedIds:
-    """Return a turn's prompt and sampled ids; the ids after its parent's are one piece."""
-    own, before = ids_as_text(turn.token_ids), None
-    if turn.parent_turn_id is None and turn.encoded_prompt:  # a piece of its own, because a long one would be copied
-        before = encoded(turn.encoded_prompt, turn.prompt_length)
-    elif turn.parent_turn_id is not None and sent is not None:
-        before = sent if not len(turn.prompt_delta) else sent.before
-        own = own if not len(turn.prompt_delta) else sent.piece + b"," + own
-    return encoded(own, turn.prompt_length + len(turn.token_ids), before)
+    place, sent, before, known = running.place, running.place.prompt, running.place.conversation.messages, []
+    for turn in turns:
+        if not len(turn.token_ids):
+            continue
+        parent = None if turn.parent_turn_id is None else place.parent
+        ids, ids_before = ids_as_text(turn.token_ids), None
+        if parent is not None and sent is not None:  # the ids after the parent's are one piece
+            ids_before = sent if not len(turn.prompt_delta) else sent.before
+            ids = ids if not len(turn.prompt_delta) else sent.piece + b"," + ids
+        elif turn.encoded_prompt:  # a piece of its own, because a long one would be copied
+            ids_before = encoded(turn.encoded_prompt, turn.prompt_length)
+        tokens = encoded(ids, turn.prompt_length + len(turn.token_ids), ids_before)
+        known.append(known_turn(turn, parent, before[-1] if before else b"", root=running.root, tokens=tokens))
+    return known

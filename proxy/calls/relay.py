@@ -15,7 +15,7 @@ from typing import Any
 
 from proxy.auth import Principal
 from proxy.calls import capture
-from proxy.calls.capture import Running, take_events, take_parts
+from proxy.calls.capture import Running, take_events
 from proxy.calls.retries import Attempt, Retries
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -26,7 +26,7 @@ from proxy.fault import FaultPoints
 from proxy.http import problems
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
-from proxy.sessions.forest import KnownTurn
+from proxy.sessions.forest import TurnForest
 from proxy.sessions.pins import EXPLORED
 from proxy.sessions.place import Sessions
 from proxy.sessions.roles import corrections
@@ -47,6 +47,7 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.store import turns as stored_turns
+from turnwise.types import Role
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -201,7 +202,7 @@ class Relay:
                     problem = "closed the connection before its reply was complete"
                 raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
         running.version_last = lane.sampled_version
-        (shown,) = take_parts([raw], running, lane)
+        (shown,) = lane.read_reply([raw], running.captured, call, place)
         if not running.captured.choices:
             raise EngineUnavailable(f"the engine at {lane.engine.url} answered without a choice; retry")
         return shown
@@ -283,20 +284,18 @@ class Relay:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
         known = capture.remembered(running, turns)
         self._sessions.remember(place, known)
-        for first in known[:1]:
-            await self._correct_roles(running, first)
+        for turn_ids, (role, reason) in corrections(known[0], place.forest, place.conversation) if known else ():
+            await self._correct_role(place.forest, turn_ids, role, reason)
         return True
 
-    async def _correct_roles(self, running: Running, turn: KnownTurn) -> None:
-        forest = running.place.forest
-        for turn_ids, (role, reason) in corrections(turn, forest, running.place.conversation):
-            try:
-                await self._writer.do(stored_turns.set_roles, turn_ids, role, reason)
-            except StoreError as error:  # the call's own turn is stored
-                log.warning("the turns %s keep their roles: %s", ", ".join(turn_ids), error)
-                continue
-            for turn_id in turn_ids:
-                forest.by_id[turn_id].role = role
+    async def _correct_role(self, forest: TurnForest, turn_ids: list[str], role: Role, reason: str) -> None:
+        try:
+            await self._writer.do(stored_turns.set_roles, turn_ids, role, reason)
+        except StoreError as error:  # the call's own turn is stored
+            log.warning("the turns %s keep their roles: %s", ", ".join(turn_ids), error)
+            return
+        for turn_id in turn_ids:
+            forest.by_id[turn_id].role = role
 
     async def _append(self, running: Running, turns: list[NewTurn]) -> bool:
         """Store turns, or count the call as not stored; return whether they are what is stored under their key.

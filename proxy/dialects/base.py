@@ -67,6 +67,8 @@ class Call:
     body: Json
     messages: list[Json]
     """The conversation; empty for a bare text prompt."""
+    model: str
+    """The name that the call asks for; empty without one."""
     stream: bool
     num_choices: int
     wants_logprobs: bool
@@ -119,10 +121,6 @@ class Call:
 
     def restart_encoder(self) -> None:
         self.encoder = self.make_encoder()
-
-    @property
-    def model(self) -> str:
-        return str(self.body.get("model") or "")
 
     @property
     def tools(self) -> list[Json] | None:

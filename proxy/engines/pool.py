@@ -5,7 +5,8 @@ and the loss of an engine moves only that engine's sessions. While an engine's w
 here; while no engine serves but one is expected back, all new calls wait for up to `engine_wait_seconds`.
 
 Which versions are served is read from the store: at an interval by the background task, and during a trial by each call
-too, because a session that has left a trial must not enter it again at a process that has not noticed the end.
+too, because a session that has left a trial must not enter it again at a process that has not noticed the end. A call
+names as its model a policy, one of its versions, or a name that the setting `model_names` accepts.
 """
 
 from __future__ import annotations
@@ -15,22 +16,38 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from hashlib import blake2b
+from typing import Literal
 
-from proxy.engines.engine import Engine, EngineState, Lane
+from proxy.auth import Principal
+from proxy.dialects.base import Call
+from proxy.engines.engine import Engine, EngineState, Lane, adapter_version
 from proxy.engines.http_client import Access
 from proxy.metrics import Metrics
-from turnwise.errors import Conflict, EngineUnavailable
-from turnwise.store import policies, schema, serving
+from turnwise.errors import Conflict, EngineUnavailable, NotFound
+from turnwise.store import policies, schema, serving, versions
 from turnwise.store.database import Connection, Database
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyVersion, Session
+from turnwise.types import (
+    DEFAULT_POLICY,
+    DEFAULT_POLICY_NAME,
+    Json,
+    Policy,
+    PolicyKind,
+    PolicyStatus,
+    PolicyVersion,
+    Session,
+)
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
 OWN_MODEL = PolicyVersion(version=0, path="")
 """What a policy without versions samples with."""
+MAX_NAME_LENGTH = 256
+_VERSION = re.compile(r"[0-9]{1,9}")
 
 
 class EnginePool:
@@ -47,6 +64,7 @@ class EnginePool:
         gone_seconds: float = 30.0,
         support_ids: int = 0,
         access: Access | None = None,
+        model_names: Mapping[str, Literal["policy", "refuse"]] | None = None,
     ) -> None:
         limits = {"timeout_seconds": timeout_seconds, "gone_seconds": gone_seconds}
         self.engines: list[Engine] = [Engine(url, **limits, support_ids=support_ids, access=access) for url in urls]
@@ -73,6 +91,7 @@ class EnginePool:
         """Loads an adapter into an engine at the call that needs it."""
         self.divides_time = False
         """Whether each call gets its share of its engine's seconds, because they have a price."""
+        self._name_rules = model_names or {}
         self._database = database
         self._reading: asyncio.Task[None] | None = None
         self._next_reading: asyncio.Task[None] | None = None
@@ -146,6 +165,75 @@ class EnginePool:
                 param="policy",
                 code="policy_archived",
             )
+
+    async def name_policy(self, call: Call, principal: Principal) -> None:
+        """Set the policy, and its version, that a call names as its model; check a name that is of no policy.
+
+        `NAME` is a policy of the caller's tenant or `default`, and `NAME@VERSION` is one of its versions. Another
+        tenant's policy is a name like any other.
+
+        Raises:
+            NotFound: the policy has no such version, or the name is not served.
+            Conflict: the version failed, or the policy is archived.
+        """
+        call.policy_id = principal.policy_id
+        name, _, number = call.model.rpartition("@")
+        named = name if _VERSION.fullmatch(number) else call.model
+        policy = self.find_policy(principal.tenant, named)
+        if policy is None:
+            self.check_served(call.model)
+            if self.archived:
+                self.check_in_use(principal.policy_id)
+            return
+        self.check_in_use(policy.policy_id)
+        call.policy_id, call.names_policy, is_version = policy.policy_id, True, named != call.model
+        if is_version and (policy.policy_id, int(number)) == (DEFAULT_POLICY, 0):
+            call.policy_version = OWN_MODEL
+        elif is_version:
+            call.policy_version = await self._read_version(policy, int(number))
+
+    async def _read_version(self, policy: Policy, version: int) -> PolicyVersion:
+        found = None
+        with contextlib.suppress(NotFound):
+            found = await self._database.fetch(versions.get_version, version)
+        if found is None or found.policy_id != policy.policy_id:
+            raise NotFound(f"policy {policy.name!r} has no version {version}", param="model", code="model_not_found")
+        if found.status is PolicyStatus.FAILED:
+            raise Conflict(f"version {version} failed: {found.error}", param="model", code="version_not_loaded")
+        return found
+
+    def check_served(self, name: str) -> None:
+        """Check that a name stands for the served policy; an empty name always does.
+
+        Raises:
+            NotFound: it does not.
+        """
+        served = {engine.model for engine in self.engines}
+        if not name or name in served or self._stands_for_policy(name):
+            return
+        if adapter_version(name) is not None:
+            hint = "the proxy itself chooses the policy version of a call"
+        else:
+            hint = "the setting `model_names` says which other names are accepted"
+        raise NotFound(
+            f"model {name!r:.80} is not served; ask for {', '.join(map(repr, sorted(served)))}; {hint}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def _stands_for_policy(self, name: str) -> bool:
+        if adapter_version(name) is not None or len(name) > MAX_NAME_LENGTH:
+            return False
+        return next(
+            (rule == "policy" for pattern, rule in self._name_rules.items() if fnmatchcase(name, pattern)), False
+        )
+
+    def listed(self, models: list[Json]) -> list[Json]:
+        """Return the models to list: the engine's own, and every name that a rule accepts literally."""
+        own = [model for model in models if adapter_version(str(model["id"])) is None][:1]
+        known = {model["id"] for model in own}
+        names = [pattern for pattern in self._name_rules if pattern not in known and not set(pattern) & set("*?[")]
+        return own + [{**model, "id": name} for model in own for name in names if self._stands_for_policy(name)]
 
     def route(self, key: str) -> Engine:
         """Return the serving engine of a key, such as an API key's id.

@@ -151,9 +151,9 @@ class Limits:
         self._metrics = metrics
         self._everybody = Scope("proxy", Rule(settings.max_concurrent_calls if self._queue_seconds else None), 0.0)
         self.max_calls = math.inf if self._queue_seconds else settings.max_concurrent_calls
-        """Most calls that may hold a `Place`; no limit with a queue, where `admit` has it."""
+        """Most calls that may run at once; no limit with a queue, where `admit` has it."""
         self.num_calls = 0
-        """Calls that hold one: from their admission to the last byte of their reply. A `Place` counts itself."""
+        """Calls that run: from their admission, which counts them, to the last byte of their reply."""
         self.idle = asyncio.Event()
         """Set while there are none."""
         self.idle.set()

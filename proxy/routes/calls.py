@@ -241,7 +241,7 @@ class SampleEndpoint(Endpoint):
             admission.body = await services.bodies.reserve(principal, headers)
         call, digest = await self._read(scope, receive, headers, principal)
         reply.call, call.is_retry = call, is_marked
-        await services.model_names.name_policy(call, principal)
+        await services.pool.name_policy(call, principal)
         if call.dropped_fields or call.dropped_tools or call.dropped_items:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:

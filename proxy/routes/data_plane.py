@@ -60,7 +60,7 @@ class CountEndpoint(Endpoint):
             principal.require("call")
             with await services.bodies.reserve(principal, headers):
                 call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
-            await services.model_names.name_policy(call, principal)
+            await services.pool.name_policy(call, principal)
             identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
             if has_media(call.messages):
                 await services.images.take(call)
@@ -101,9 +101,9 @@ class ModelsEndpoint(Endpoint):
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
             principal = await services.authenticator.authenticate(dialect.normalise_headers(headers, query_of(scope)))
             if name is not None and services.pool.find_policy(principal.tenant, name) is None:
-                services.model_names.check(name)
+                services.pool.check_served(name)
             answer = await services.pool.route(principal.key_id).ask("GET", "/v1/models")
-        models = services.model_names.listed(answer["data"])
+        models = services.pool.listed(answer["data"])
         if name is None:
             shown = dialect.encode_models(models)
         else:
@@ -205,10 +205,7 @@ class DataPlane:
         ]
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        return self._find(scope)(scope, receive, send)
-
-    def _find(self, scope: Scope) -> ASGIApp:
-        """Return the endpoint of a request, and set the request's path parameters; the app for another route."""
+        """Call the endpoint of a request, with the path's parameters in its scope; the app for another route."""
         path, method, params = scope["path"], scope["method"], {}
         if path.startswith("//"):  # of a base URL with a slash at its end
             path = scope["path"] = "/" + path.lstrip("/")
@@ -218,9 +215,9 @@ class DataPlane:
             path, params = slash + rest, {"session_id": session_id}
         if endpoint := self._exact.get((method, path)):
             scope["path_params"] = params
-            return endpoint
+            return endpoint(scope, receive, send)
         for served_method, pattern, endpoint in self._patterns:
             if method == served_method and (match := pattern.match(path)):
                 scope["path_params"] = {**match.groupdict(), **params}
-                return endpoint
-        return self._app
+                return endpoint(scope, receive, send)
+        return self._app(scope, receive, send)

@@ -168,7 +168,8 @@ async def read_conversation(
     pieces, since = [], time.perf_counter()
     for start in range(0, len(call.messages), SLICE_MESSAGES):
         pieces.append(dumps(with_readable_arguments(call.messages[start : start + SLICE_MESSAGES])))
-        since = await _pause(since)
+        if time.perf_counter() - since > HELD_SECONDS:
+            since = await _let_others_run()
     text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)
     call.messages_json = text
     earlier, hashed = conversations.find(owner, text)
@@ -181,7 +182,8 @@ async def read_conversation(
             conversation.num_replied = earlier.num_replied
     for start in range(len(conversation.full), len(call.messages), SLICE_MESSAGES):
         conversation.extend(call.messages[start : start + SLICE_MESSAGES])
-        since = await _pause(since)
+        if time.perf_counter() - since > HELD_SECONDS:
+            since = await _let_others_run()
     conversation.num_bytes = end = len(text) - 1
     conversation.digest = hashed.update(memoryview(text)[conversation.num_old_bytes : end]).digest(LONG_DIGEST_BYTES)
     conversation.tail = text[max(0, end - TAIL_BYTES) : end]
@@ -189,10 +191,8 @@ async def read_conversation(
     return conversation
 
 
-async def _pause(since: float) -> float:
-    """Let other calls run if this one has run for long since an instant; return since when it runs now."""
-    if time.perf_counter() - since <= HELD_SECONDS:
-        return since
+async def _let_others_run() -> float:
+    """Let other calls run; return since when this one runs again."""
     await asyncio.sleep(0)
     return time.perf_counter()
 

@@ -98,13 +98,13 @@ class _Recent:
 
     def count(self, live: LiveSession, num_bytes: int) -> list[LiveSession]:
         """Add a session, or count its memory again; return the sessions that are dropped for it."""
-        self.drop(live.key)
+        _, counted = self.sessions.pop(live.key, (None, 0))
         self.sessions[live.key] = live, num_bytes
-        self.num_bytes += num_bytes
+        self.num_bytes += num_bytes - counted
         dropped = []
         while len(self.sessions) > 1 and (len(self.sessions) > self._max_sessions or self.num_bytes > self._max_bytes):
-            oldest = next(iter(self.sessions.values()))[0]
-            self.drop(oldest.key)
+            _, (oldest, counted) = self.sessions.popitem(last=False)
+            self.num_bytes -= counted
             dropped.append(oldest)
         return dropped
 
@@ -269,13 +269,12 @@ class SessionCache(LiveSessions):
         known = live.by_id()
         self.add_turns(live, [turn for turn in found if turn.turn_id not in known])
 
-    async def tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds | None:
-        """Return the prompt and sampled ids of a turn; None if they have left the memory and are not stored."""
-        tokens = turn.tokens
-        if tokens is None and (ids := await self._database.fetch(conversations.full_tokens, turn.turn_id)) is not None:
-            turn.tokens = tokens = encode_ids(ids)
+    async def read_tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds | None:
+        """Read the prompt and sampled ids of a turn, which have left the memory; None if they are not stored."""
+        if (ids := await self._database.fetch(conversations.full_tokens, turn.turn_id)) is not None:
+            turn.tokens = encode_ids(ids)
             self.keep_tokens(live, turn)
-        return tokens
+        return turn.tokens
 
     async def _store(self, session: Session) -> tuple[Session, bool]:
         stored, created = await self._writer.open(self.pins.opened(session))

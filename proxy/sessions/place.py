@@ -240,10 +240,11 @@ class Sessions:
         elif (parent := place.reserved or await self._reserve_deepest(place, call)) is None:
             place.reason = break_reason(conversation, place.forest)
         else:
-            tokens, keep_thinking = await self.cache.tokens(live, parent), self._settings.thinking == "keep"
+            tokens = parent.tokens or await self.cache.read_tokens(live, parent)
             if tokens is None:
                 place.reason = "tokens_not_stored"
             else:
+                keep_thinking = self._settings.thinking == "keep"
                 await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
         if live.others and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
             place.reason = "policy_changed"

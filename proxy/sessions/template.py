@@ -381,6 +381,8 @@ class Outliner:
     ) -> tuple[Continued, tuple[int, ...]]:
         """Return a conversation that is short before its reply, and the kinds of all its messages.
 
+        Of the tools, the first and the last one are kept, without their parameters; one with a mark as it is.
+
         Args:
             continued: the whole conversation.
             known: kinds of the first messages, completed up to the last message.
@@ -394,17 +396,11 @@ class Outliner:
             kinds[position] = self.kind(messages[position])
         positions = kept_positions(kinds[:replied]) if replied >= MIN_MESSAGES else range(replied)
         kept = [outlined(messages[at], has_marks=kinds[at] < 0) for at in positions]
-        short = continued._replace(
-            messages=[*kept, *messages[replied:]], replied=len(kept), tools=self.outline_tools(continued.tools)
-        )
+        tools = continued.tools
+        if self.shortens_tools and isinstance(tools, list):
+            tools = [self._outline_tool(tool) for tool in (tools if len(tools) <= 2 else (tools[0], tools[-1]))]
+        short = continued._replace(messages=[*kept, *messages[replied:]], replied=len(kept), tools=tools)
         return short, (*(kinds[at] for at in positions), *kinds[replied:])
-
-    def outline_tools(self, tools: Any) -> Any:
-        """Return the first and the last tool, without their parameters; tools with a mark are kept as they are."""
-        if not self.shortens_tools or not isinstance(tools, list):
-            return tools
-        kept = tools if len(tools) <= 2 else [tools[0], tools[-1]]
-        return [self._outline_tool(tool) for tool in kept]
 
     def _outline_tool(self, tool: Any) -> Any:
         function = tool.get("function") if isinstance(tool, dict) else None

@@ -21,7 +21,7 @@ from turnwise.errors import Conflict, StoreUnavailable
 from turnwise.store.turns import set_roles
 from turnwise.types import Role
 
-AGENT = Principal(tenant="a", role="agent", key_id="key")
+AGENT = Principal(tenant="a", role="agent", key_id="key", root_key_id="key")
 
 
 class StoredTurns:
@@ -99,9 +99,9 @@ async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
 @pytest.mark.parametrize(
     "other",
     [
-        asked(principal=Principal(tenant="b", role="agent", key_id="key")),
-        asked(principal=Principal(tenant="a", role="agent", key_id="other")),
-        asked(principal=Principal(tenant="a", role="session", key_id="key", session_id="s")),
+        asked(principal=Principal(tenant="b", role="agent", key_id="key", root_key_id="key")),
+        asked(principal=Principal(tenant="a", role="agent", key_id="other", root_key_id="other")),
+        asked(principal=Principal(tenant="a", role="session", key_id="key", root_key_id="key", session_id="s")),
         asked("Bye."),
         asked(stream=True),
     ],

@@ -28,7 +28,7 @@ from turnwise.store.selection import SessionFilter
 from turnwise.store.sessions import end_session, list_sessions
 from turnwise.types import Json, Session
 
-AGENT = Principal(tenant="default", role="agent", key_id="key")
+AGENT = Principal(tenant="default", role="agent", key_id="key", root_key_id="key")
 HELLO: Json = {"role": "user", "content": "Hello."}
 REPLY: Json = {"role": "assistant", "content": "Hi."}
 
@@ -234,7 +234,7 @@ async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sess
     """Calls of another API key do not share it."""
     keyed = [(await found(sessions, call_of(HELLO, idempotency_key="k"))).live for _ in range(2)]
     assert keyed[0] is keyed[1]
-    other = Principal(tenant="default", role="agent", key_id="other")
+    other = Principal(tenant="default", role="agent", key_id="other", root_key_id="other")
     assert (await found(sessions, call_of(HELLO, idempotency_key="k"), other)).live is not keyed[0]
     session_id = keyed[0].session.session_id
     with database.write() as connection:

@@ -60,7 +60,7 @@ def test_the_first_key_requires_authentication_and_its_revocation_does_not_lift_
     gate.forget()
     with pytest.raises(Unauthorized, match="this proxy needs an API key"):
         who(gate, None)
-    assert who(gate, key) == Principal(tenant="t", role="agent", key_id=key_id)
+    assert who(gate, key) == Principal(tenant="t", role="agent", key_id=key_id, root_key_id=key_id)
     with database.write() as connection:
         keys.revoke_key(connection, key_id)
     fresh = Authenticator(database, b"secret")

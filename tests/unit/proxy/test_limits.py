@@ -20,7 +20,7 @@ def make_limits(**settings: Any) -> Limits:
 
 
 def caller(key_id: str, tenant: str = "default") -> Principal:
-    return Principal(tenant=tenant, role="agent", key_id=key_id)
+    return Principal(tenant=tenant, role="agent", key_id=key_id, root_key_id=key_id)
 
 
 def test_a_bucket_refills_within_a_minute_and_repays_its_debt_first():
@@ -73,7 +73,7 @@ async def test_keys_that_call_no_more_are_forgotten_where_there_are_many(monkeyp
 async def test_a_session_key_counts_as_the_key_that_made_it():
     limits = make_limits(key_max_calls=2)
     for session_id in ("s1", "s2"):
-        child = Principal(tenant="t", role="session", key_id=session_id, parent_key_id="a", session_id=session_id)
+        child = Principal(tenant="t", role="session", key_id=session_id, root_key_id="a", session_id=session_id)
         await limits.admit(child)
     with pytest.raises(Overloaded, match="key 'a'"):
         await limits.admit(caller("a"))
@@ -160,7 +160,7 @@ LONGEST = 100
 
 def started(bodies: Bodies, key_id: str, num_bytes: int | None = None) -> asyncio.Task[ExitStack]:
     """Begin to reserve a body; one without a declared length counts as the longest one."""
-    caller = Principal(tenant="t", role="agent", key_id=key_id)
+    caller = Principal(tenant="t", role="agent", key_id=key_id, root_key_id=key_id)
     headers = {} if num_bytes is None else {b"content-length": str(num_bytes).encode()}
     return asyncio.create_task(bodies.reserve(caller, headers))
 
@@ -193,7 +193,7 @@ async def test_all_keys_have_eight_of_the_longest_bodies_in_memory_and_the_first
 
 async def test_a_session_key_has_the_share_of_its_root_and_what_is_given_back_twice_counts_once():
     bodies = Bodies(LONGEST)
-    child = Principal(tenant="t", role="session", key_id="s", parent_key_id="a", session_id="s")
+    child = Principal(tenant="t", role="session", key_id="s", root_key_id="a", session_id="s")
     held = await bodies.reserve(child, {})
     own = [started(bodies, "a"), started(bodies, "a"), started(bodies, "a")]
     assert await granted(own) == [True, False, False]
