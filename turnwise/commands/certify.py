@@ -255,15 +255,13 @@ def _stack(
     proxy = ["proxy", "--engine", engine_url, "--port", str(ports[1]), "--database", database]
     proxy += ["--holdout-share", "0"]
     url = f"http://127.0.0.1:{ports[1]}"
+    engine += ["--", *vllm_flags] if vllm_flags else []
     children = [
-        Child(
-            name="engine",
-            argv=command(*engine, *(["--", *vllm_flags] if vllm_flags else [])),
-            ready=f"{engine_url}/health",
-            port=ports[0],
-            start_seconds=ENGINE_START_SECONDS,
-        ),
-        Child(name="proxy", argv=command(*proxy), ready=f"{url}/readyz", port=ports[1]),
+        Child(name=name, argv=command(*argv), ready=ready, port=port, start_seconds=ENGINE_START_SECONDS)
+        for name, argv, ready, port in (
+            ("engine", engine, f"{engine_url}/health", ports[0]),
+            ("proxy", proxy, f"{url}/readyz", ports[1]),  # which calls the engine first
+        )
     ]
     running = Supervisor(children, log_directory=place, say=print_process_line, max_quick_deaths=1)
     with running as stack, Client(url) as client:
