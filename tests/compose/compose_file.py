@@ -4,6 +4,7 @@ The rules, the processes and the containers of the tests are all made from this 
 what people deploy.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ Service = dict[str, Any]
 
 def services(profile: str, variables: Mapping[str, str]) -> dict[str, Service]:
     """Return the services of one profile, each before those that depend on it, with every variable filled in."""
-    document = _filled_in(yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8")), variables)
+    document = _filled_in(_document(), variables)
     chosen = {
         name: service for name, service in document["services"].items() if profile in service.get("profiles", [profile])
     }
@@ -31,8 +32,13 @@ def services(profile: str, variables: Mapping[str, str]) -> dict[str, Service]:
     return _in_start_order(chosen)
 
 
+@functools.cache
+def _document() -> dict[str, Any]:
+    return yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
+
+
 def volumes() -> list[str]:
-    return list(yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))["volumes"])
+    return list(_document()["volumes"])
 
 
 def variables() -> dict[str, str | None]:

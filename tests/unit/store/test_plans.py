@@ -8,10 +8,11 @@ import ast
 import contextlib
 import importlib
 import itertools
+import os
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ FILLED = ("sessions", "turns", "rewards", "groups", "trained_sessions")
 A_SCAN = re.compile(rf"^SCAN ({GROWING})(_\d+)?\b")
 BENCH = Path(__file__).parents[3] / "bench"
 STORE = Path(turnwise.store.__file__).parent
+IN_STORE = f"{STORE}{os.sep}"
 NOT_RECORDED = {
     "statements.py": "sends what its callers ask for",
     "copying.py": "reads every table whole, because a person asks for it",
@@ -74,9 +76,8 @@ class Recording:
         self.sent.append(sent)
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.parent == STORE:
-                self.places.add((path.name, frame.f_lineno))
+            if frame.f_code.co_filename.startswith(IN_STORE):
+                self.places.add((frame.f_code.co_filename.removeprefix(IN_STORE), frame.f_lineno))
             frame = frame.f_back
 
     @contextlib.contextmanager
@@ -146,11 +147,6 @@ def postgresql_nodes(conn: sa.Connection, sent: Sent) -> Iterator[Node]:
         yield Node(f"{step['Node Type']} {table}", sent.text, table if is_scan else None)
 
 
-def run(database: Database, ask: Ask, *, before: Callable[[sa.Connection], Any] = lambda _: None) -> list[Node]:
-    """Make a call and undo it; return the plans of its statements."""
-    return recorded(database, ask, Recording(), before=before)
-
-
 def recorded(
     database: Database, ask: Ask, recording: Recording, *, before: Callable[[sa.Connection], Any] = lambda _: None
 ) -> list[Node]:
@@ -193,19 +189,29 @@ def postgres_store(postgres_server: PrivatePostgres, postgres_template: str) -> 
     postgres_server.drop_database(name)
 
 
-def scans(database: Database, tables: Collection[str] = GROWING.split("|"), **options: Any) -> list[str]:
+@pytest.fixture(scope="module")
+def sqlite_calls(sqlite_store: Database) -> dict[str, tuple[list[Node], Recording]]:
+    """The plans of every call, and what it sent."""
+    return {name: (recorded(sqlite_store, ask, made := Recording()), made) for name, ask in CALLS.items()}
+
+
+def scans(plans: Iterable[tuple[str, list[Node]]], tables: Collection[str] = GROWING.split("|")) -> list[str]:
     """Return the scans of these tables, of all calls but those that read everything by their purpose."""
     return [
         f"{name}: {node.text}\n    in {node.statement}"
-        for name, ask in CALLS.items()
+        for name, nodes in plans
         if name not in OF_THE_WHOLE_STORE
-        for node in run(database, ask, **options)
+        for node in nodes
         if node.scanned in tables
     ]
 
 
-def test_no_statement_scans_a_table_that_grows(sqlite_store):
-    assert scans(sqlite_store) == []
+def plans(database: Database, **options: Any) -> Iterator[tuple[str, list[Node]]]:
+    return ((name, recorded(database, ask, Recording(), **options)) for name, ask in CALLS.items())
+
+
+def test_no_statement_scans_a_table_that_grows(sqlite_calls):
+    assert scans((name, nodes) for name, (nodes, _) in sqlite_calls.items()) == []
 
 
 def without_scans(conn: sa.Connection) -> None:
@@ -216,7 +222,7 @@ def without_scans(conn: sa.Connection) -> None:
 
 @pytest.mark.postgres
 def test_no_statement_scans_a_table_that_grows_on_postgresql(postgres_store):
-    assert scans(postgres_store, before=without_scans) == []
+    assert scans(plans(postgres_store, before=without_scans)) == []
 
 
 @pytest.mark.slow
@@ -238,7 +244,7 @@ def test_no_statement_scans_a_table_of_a_store_of_a_million_turns_on_postgresql(
                 )
         fill(database)
         large_store.prepared_size(url)
-        assert [scan for scan in scans(database, FILLED) if not scan.startswith(OF_A_QUARTER)] == []
+        assert [scan for scan in scans(plans(database), FILLED) if not scan.startswith(OF_A_QUARTER)] == []
     postgres_server.drop_database(name)
 
 
@@ -286,15 +292,12 @@ def _sends(node: ast.expr) -> bool:
     return _is_connection(base)
 
 
-def test_every_call_site_of_the_store_sends_a_statement_in_these_tests(sqlite_store):
-    recording = Recording()
-    for ask in CALLS.values():
-        with undone(sqlite_store) as conn, recording.on(conn):
-            ask(conn)
+def test_every_call_site_of_the_store_sends_a_statement_in_these_tests(sqlite_calls):
+    places = set().union(*(recording.places for _, recording in sqlite_calls.values()))
     missing = [
         f"{site.file}:{site.first}: {site.text}"
         for site in sites()
-        if not any((site.file, line) in recording.places for line in range(site.first, site.last + 1))
+        if not any((site.file, line) in places for line in range(site.first, site.last + 1))
         and f"{site.file}: {site.text}" not in LOST_RACES | ONLY_ON_POSTGRESQL
     ]
     assert missing == [], "add a call to tests/support/store_calls.py for each"

@@ -36,7 +36,7 @@ def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "Llama")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def policy(model) -> Policy:
     spec = TrainerSettings(
         model=str(model), kind=PolicyKind.LORA, device="cpu", lora_rank=4, lora_targets=("q_proj", "v_proj")

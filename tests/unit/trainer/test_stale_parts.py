@@ -1,7 +1,6 @@
 """Which part of a model an engine kept, by its answer to a version's probe."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +16,15 @@ TEXT = list(range(3, 19))
 POSITIONS = list(range(1, len(TEXT)))
 
 
-@pytest.fixture(params=["full", "lora"])
-def versions(request, tmp_path: Path) -> dict[int, PolicyVersion]:
+@pytest.fixture(scope="module", params=["full", "lora"])
+def versions(request, tmp_path_factory: pytest.TempPathFactory) -> dict[int, PolicyVersion]:
     """Versions 0 and 1 of a model with tied embeddings: all weights of version 1 differ, or it is an adapter."""
+    directory = tmp_path_factory.mktemp("versions")
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
-    model.save_pretrained(tmp_path / "v000000")
+    model.save_pretrained(directory / "v000000")
     kind = PolicyKind(request.param)
     if kind is PolicyKind.LORA:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
@@ -32,13 +32,13 @@ def versions(request, tmp_path: Path) -> dict[int, PolicyVersion]:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.3 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "v000001")
+    model.save_pretrained(directory / "v000001")
     probe = {"token_ids": TEXT, "logprobs": logprobs_of(model, TEXT).tolist()}
-    manifest = {"version": 1, "parent": 0, "base_model": str(tmp_path / "v000000"), "probe": probe}
-    (tmp_path / "v000001" / "turnwise.json").write_text(json.dumps(manifest))
+    manifest = {"version": 1, "parent": 0, "base_model": str(directory / "v000000"), "probe": probe}
+    (directory / "v000001" / "turnwise.json").write_text(json.dumps(manifest))
     return {
-        0: PolicyVersion(version=0, path=str(tmp_path / "v000000")),
-        1: PolicyVersion(version=1, path=str(tmp_path / "v000001"), kind=kind, status=PolicyStatus.FAILED),
+        0: PolicyVersion(version=0, path=str(directory / "v000000")),
+        1: PolicyVersion(version=1, path=str(directory / "v000001"), kind=kind, status=PolicyStatus.FAILED),
     }
 
 

@@ -38,6 +38,19 @@ def loaded(directory, **settings):
     return policy
 
 
+@pytest.fixture(scope="module")
+def untrained(directory):
+    return loaded(directory)
+
+
+@pytest.fixture
+def policy(untrained):
+    """A policy that knows no image yet."""
+    untrained.vision._pixels_of.clear()
+    untrained.vision._why_other = "not measured"
+    return untrained
+
+
 def batch_of(*experiences):
     return build(experiences, [np.ones(len(each.turn_ids)) for each in experiences], policy_version=0)
 
@@ -94,8 +107,7 @@ def test_a_packed_forest_with_images_gives_the_logprobs_and_the_gradient_of_a_ro
     assert difference(gradient, expected) <= 1e-6
 
 
-def test_swapping_one_image_changes_the_logprobs_behind_it_and_the_gradient(directory, chains):
-    policy = loaded(directory)
+def test_swapping_one_image_changes_the_logprobs_behind_it_and_the_gradient(policy, chains):
     text, image, *_ = branches(chains)
     place = [one.digest for one in image.images].index(chains.chain("b", B, (1,)).images[0].digest)
     swapped = list(image.images)
@@ -110,9 +122,8 @@ def test_swapping_one_image_changes_the_logprobs_behind_it_and_the_gradient(dire
     assert difference(changed, gradient) > 1e-3
 
 
-def test_the_models_own_forward_pass_gives_the_same_logprobs(directory, chains):
+def test_the_models_own_forward_pass_gives_the_same_logprobs(policy, chains):
     """The model merges by id, so the chain has no sampled placeholder."""
-    policy = loaded(directory)
     chain = chains.chain("s", [1, 2], A, [3, 4], (5, 6), [7], B, (10, 11))
     assert policy.why_unseen(chain) is None
     found, _, _ = computed(policy, batch_of(chain), None)
@@ -160,8 +171,7 @@ def test_a_sampled_placeholder_stays_text(tmp_path):
         ({"pixels": "float32:ab"}, "its processor is none of"),
     ],
 )
-def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(directory, chains, change, words):
-    policy = loaded(directory)
+def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(policy, chains, change, words):
     chain = chains.chain("s", [1, 2], A, [3], (5,))
     assert policy.why_unseen(chain) is None
     image = dataclasses.replace(chain.images[0], **{"digest": "0" * 64, **change})
@@ -169,9 +179,8 @@ def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(directory, 
     assert re.match(f"media_processor: image 000000000000 is not what the engine saw: {words}", reason), reason
 
 
-def test_pixels_decide_and_not_the_settings_of_a_processor(directory, chains):
+def test_pixels_decide_and_not_the_settings_of_a_processor(directory, policy, chains):
     """An engine may have another transformers, and Qwen's sends bytes that it scales on its device."""
-    policy = loaded(directory)
     chain = chains.chain("s", [1, 2], A, [3], (5,))
     processor = AutoImageProcessor.from_pretrained(directory)
     picture = [opened(A)]
@@ -182,14 +191,12 @@ def test_pixels_decide_and_not_the_settings_of_a_processor(directory, chains):
         assert policy.why_unseen(dataclasses.replace(chain, images=(image,))) is None, pixels.dtype
 
 
-def test_an_image_that_is_larger_than_all_that_is_kept_is_computed(directory, chains):
-    policy = loaded(directory)
-    policy.vision._pixels_of = LRUCache(0, policy.vision._pixels_of.getsizeof)
-    chain = chains.chain("s", [1, 2], A, [3], (5,))
-    assert policy.why_unseen(chain) is None
-    torch.testing.assert_close(
-        computed(policy, batch_of(chain), None)[0], computed(loaded(directory), batch_of(chain), None)[0]
-    )
+def test_an_image_that_is_larger_than_all_that_is_kept_is_computed(policy, chains, monkeypatch):
+    keeping, batch = policy.vision._pixels_of, batch_of(chains.chain("s", [1, 2], A, [3], (5,)))
+    expected, _, _ = computed(policy, batch, None)
+    monkeypatch.setattr(policy.vision, "_pixels_of", LRUCache(0, keeping.getsizeof))
+    assert policy.why_unseen(batch.experiences[0]) is None
+    torch.testing.assert_close(computed(policy, batch, None)[0], expected)
 
 
 def test_a_model_that_sees_none_refuses_images_by_name(tmp_path, chains):
