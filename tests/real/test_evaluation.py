@@ -1,7 +1,5 @@
 """The trainer's evaluation: a command plays held-out sessions through a real proxy; the ledger has the results."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -5,8 +5,6 @@
 It announces its weights, prints a line, and ends as under `kill -9` at the stage.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A trainer's weights in the test's own process, announced in a proxy's ledger."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

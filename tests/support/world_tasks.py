@@ -1,7 +1,5 @@
 """What the processes of a gloo world do: resume from a state and write one, train a ledger, fail where others wait."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluations that do not end as they should: by a stop, by the time limit, or by an outage of the database."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What a policy is compared with, and chains that its model has no positions for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft
@@ -54,18 +52,14 @@ def losses(db: Database, policy_id: int) -> list[float]:
         return [one.metrics["loss"] for one in reversed(list_updates(conn)[0]) if one.policy_id == policy_id]
 
 
-def test_dpos_loss_of_a_policy_that_starts_from_an_adapter_starts_at_log_2(
-    tmp_path: Path, model: Path, ledger: Database
-) -> None:
+def test_dpos_loss_of_a_policy_that_starts_from_an_adapter_starts_at_log_2(tmp_path, model, ledger):
     """Policy and reference are equal before the first step: -log sigmoid(0) = log 2 for each pair."""
     number = start_policy(ledger, tmp_path, model)
     train_policies(settings_for(tmp_path, model, algorithm=DPO, total_batches=1))
     assert losses(ledger, number) == [pytest.approx(0.693147, abs=1e-6)]
 
 
-def test_after_a_restart_the_reference_is_still_the_adapter_that_the_policy_started_from(
-    tmp_path: Path, model: Path
-) -> None:
+def test_after_a_restart_the_reference_is_still_the_adapter_that_the_policy_started_from(tmp_path, model):
     """Of two batches in one process and in two, the weights are equal bit for bit; so is the KL in the loss."""
     weights = []
     for name, ends in {"once": (2,), "twice": (1, 2)}.items():
@@ -84,7 +78,7 @@ def test_after_a_restart_the_reference_is_still_the_adapter_that_the_policy_star
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_a_chain_beyond_the_models_positions_is_refused_by_name(tmp_path: Path, model: Path, ledger: Database) -> None:
+def test_a_chain_beyond_the_models_positions_is_refused_by_name(tmp_path, model, ledger):
     settings = settings_for(tmp_path, model, kind="full")
     learner = make_parts(settings, has_buffer=False).learner
     learner.load(0)
@@ -107,9 +101,7 @@ def test_a_chain_beyond_the_models_positions_is_refused_by_name(tmp_path: Path, 
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}, 1024),
     ],
 )
-def test_stretched_positions_count_as_far_as_they_reach(
-    model: Path, scaling: dict[str, object], positions: int
-) -> None:
+def test_stretched_positions_count_as_far_as_they_reach(model, scaling, positions):
     policy = Policy(TrainerSettings(model=str(model), device="cpu"))
     policy.load(0)
     policy.config.max_position_embeddings = 1024

@@ -1,7 +1,5 @@
 """Weights from a trainer's memory into engines: the whole protocol over sockets; the engines keep what arrives."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess
@@ -63,7 +61,6 @@ def dying_trainer(stage: Stage, moment: str) -> Iterator[subprocess.Popen[str]]:
     """A trainer of versions 1 and 2 that kills itself at this moment of a transfer."""
     program = [sys.executable, dying_weights.__file__, stage.url, moment]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as sender:
-        assert sender.stdout is not None
         assert sender.stdout.readline() == "ready\n"
         yield sender
 
@@ -76,7 +73,7 @@ def assert_received(stage: Stage, version: int) -> None:
             assert torch.equal(engine.state.received[name], expected)
 
 
-async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: Stage, trainer: WeightServer):
+async def test_engines_get_a_version_from_memory_and_need_no_directory(stage, trainer):
     async with stage.process() as process:
         for version in (1, 2):
             trainer.held.hold(version, weights(version), NO_PROBE)
@@ -89,7 +86,7 @@ async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: St
         assert all(engine.state.running.is_set() for engine in stage.engines)
 
 
-async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stage, trainer: WeightServer, monkeypatch):
+async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage, trainer, monkeypatch):
     states = []
     async with stage.process() as process:
         send = transfer.Transfers.send
@@ -107,7 +104,7 @@ async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stag
     assert states == [EngineState.READY] * 2
 
 
-async def test_an_engine_that_was_restarted_gets_the_served_version(stage: Stage, trainer: WeightServer):
+async def test_an_engine_that_was_restarted_gets_the_served_version(stage, trainer):
     async with stage.process() as process:
         trainer.held.hold(1, weights(1), NO_PROBE)
         publish_unwritten(stage, 1)
@@ -120,7 +117,7 @@ async def test_an_engine_that_was_restarted_gets_the_served_version(stage: Stage
         assert_received(stage, 1)
 
 
-async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_hands_it_out(stage: Stage):
+async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_hands_it_out(stage):
     async with stage.process() as process:
         publish_unwritten(stage, 1)
         for _ in range(2):
@@ -132,7 +129,7 @@ async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_ha
         assert (process.versions, stage.statuses()) == ([1, 1], ["active"])
 
 
-async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage: Stage, trainer: WeightServer):
+async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage, trainer):
     """The trainer is killed before the directory is complete, and its next process gives the version up."""
     async with stage.process() as process:
         await process.serve(1)
@@ -147,7 +144,7 @@ async def test_engines_go_back_from_a_version_that_its_trainer_never_wrote(stage
         assert stage.loads == [["v1", "memory:2", "v1"]] * 2
 
 
-async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(stage: Stage, trainer: WeightServer):
+async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(stage, trainer):
     async with stage.process() as process:
         stage.publish(1)
         for version in (2, 3):
@@ -160,7 +157,7 @@ async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(
         assert stage.loads == [["memory:3", "v1"]] * 2
 
 
-async def test_an_engine_without_the_backend_reads_directories(stage: Stage, trainer: WeightServer):
+async def test_an_engine_without_the_backend_reads_directories(stage, trainer):
     trainer.held.hold(1, weights(1), NO_PROBE)
     for engine in stage.engines:
         engine.state.script.weight_transfer = False
@@ -170,7 +167,7 @@ async def test_an_engine_without_the_backend_reads_directories(stage: Stage, tra
         assert stage.loads == [["v1"], ["v1"]]
 
 
-async def test_without_a_trainer_and_without_a_directory_the_last_good_version_stays(stage: Stage, trainer):
+async def test_without_a_trainer_and_without_a_directory_the_last_good_version_stays(stage, trainer):
     async with stage.process() as process:
         trainer.held.hold(1, weights(1), NO_PROBE)
         publish_unwritten(stage, 1)
@@ -192,9 +189,7 @@ async def test_without_a_trainer_and_without_a_directory_the_last_good_version_s
         ("after the weights, before their check", False),
     ],
 )
-async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_served(
-    stage: Stage, moment: str, has_directory: bool
-):
+async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_served(stage, moment, has_directory):
     """The version is read from its directory, or waits for the trainer's next process, which writes it or gives it up.
 
     No engine ever pauses for a version that did not arrive.
@@ -227,7 +222,7 @@ async def test_bytes_that_change_on_the_way_are_noticed_before_the_model_is_touc
         assert stage.loads == [["v1"], ["v1"]]
 
 
-async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage: Stage, trainer: WeightServer):
+async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage, trainer):
     for engine in stage.engines:
         engine.state.is_updating = True
     trainer.held.hold(1, weights(1), NO_PROBE)
@@ -237,12 +232,12 @@ async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage: Stag
         assert process.versions == [1, 1]
 
 
-def test_a_version_with_a_weight_that_is_not_finite_is_not_offered(trainer: WeightServer):
+def test_a_version_with_a_weight_that_is_not_finite_is_not_offered(trainer):
     assert not trainer.held.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
     assert trainer.held.find(1) is None
 
 
-def test_a_request_with_a_wrong_key_is_not_found(trainer: WeightServer):
+def test_a_request_with_a_wrong_key_is_not_found(trainer):
     trainer.held.hold(1, weights(1), NO_PROBE)
     key = trainer.url.rpartition("/")[2]
     assert trainer.answer("GET", f"/{key}/versions/1", {})[0] == 200

@@ -1,7 +1,5 @@
 """Worlds of processes that divide layers, experts or rows: their numbers, their states, and what they refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path
@@ -77,15 +75,13 @@ def alone(model: Path, algorithm: tuple[tuple[str, Any], ...] = ()) -> dict[str,
     ],
     ids=str,
 )
-def test_two_processes_that_divide_layers_experts_or_rows_equal_one(
-    models: Path, family: str, division: dict[str, int]
-):
+def test_two_processes_that_divide_layers_experts_or_rows_equal_one(models, family, division):
     assert_equal(world_of(2, {"model": str(models / family)} | division), alone(models / family))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("division", [{}, {"tensor_parallel": 2}], ids=str)
-def test_two_processes_with_compiled_layers_equal_one_without(models: Path, division: dict[str, int]):
+def test_two_processes_with_compiled_layers_equal_one_without(models, division):
     """The compiler traces each layer in both processes; with `compile` several processes shard as without."""
     found = run_world(2, compiled_steps, {"model": str(models / "Qwen3")} | division, {})
     assert all(each["num_graphs"] > 0 for each in found)
@@ -108,14 +104,14 @@ def test_two_processes_with_compiled_layers_equal_one_without(models: Path, divi
     ],
     ids=str,
 )
-def test_four_processes_equal_one_however_they_divide_the_work(models: Path, family: str, division: dict[str, int]):
+def test_four_processes_equal_one_however_they_divide_the_work(models, family, division):
     algorithm = {"name": "gspo", "kl_coef": 0.1}
     found = world_of(4, {"model": str(models / family)} | division, algorithm=algorithm)
     assert_equal(found, alone(models / family, tuple(algorithm.items())))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_parts_of_a_row_attend_to_the_same_tokens_as_the_whole_row_and_have_equal_costs(size: int):
+def test_the_parts_of_a_row_attend_to_the_same_tokens_as_the_whole_row_and_have_equal_costs(size):
     """Dense masks and FlexAttention's blocks; shares are within a tenth of the row of each other."""
     layout = grown_forest(0)[0].lay_out()
     whole = dense_mask(layout, CPU)
@@ -159,14 +155,14 @@ def test_combinations_that_are_not_supported_are_named_before_anything_is_loaded
 @pytest.mark.parametrize(
     ("plan", "reason"), [({}, "no plan"), ({"model.layers.*.mlp.up_proj": "packed_colwise"}, "a plan with 'packed_col")]
 )
-def test_a_model_that_cannot_be_divided_is_named_with_the_setting_to_change(plan: dict[str, str], reason: str):
+def test_a_model_that_cannot_be_divided_is_named_with_the_setting_to_change(plan, reason):
     model = transformers.LlamaForCausalLM(config_of("Llama"))
     model._tp_plan = plan
     with pytest.raises(SettingsError, match=rf"LlamaForCausalLM: transformers has {reason}.* Set tensor_parallel=1"):
         divide_layers(model, None)
 
 
-def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
+def test_numbers_that_do_not_divide_are_refused_by_name(models):
     with pytest.raises(SettingsError, match=r"6 processes cannot be divided by replicas=2, tensor_parallel=2"):
         Division(replicas=2, tensor=2).check(6)
     config = transformers.AutoConfig.from_pretrained(models / "Qwen3")
@@ -174,7 +170,7 @@ def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
         check_divisible(config, 3)
 
 
-def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
+def test_experts_that_do_not_divide_are_refused_by_name(models):
     config = config_of("Qwen3Moe", num_attention_heads=8, num_key_value_heads=4, num_experts=6)
     with pytest.raises(SettingsError, match="tensor_parallel=4 does not divide the model's num_experts=6"):
         check_divisible(config, 4)

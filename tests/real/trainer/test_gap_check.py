@@ -1,7 +1,5 @@
 """What the trainer compares with the engine: each batch's logprobs, and the experts of each token."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -213,7 +211,7 @@ def forced_logprobs(policy: Policy, one) -> torch.Tensor:
     return log_p.gather(-1, tokens[1:, None])[:, 0]
 
 
-def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by_one(directory: Path):
+def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by_one(directory):
     policy = loaded(directory)
     found = routed_sessions(1)
     batch = batch_of(found)
@@ -229,7 +227,7 @@ def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by
     assert (logprobs - own).abs().max() > 0.1  # the random routing is another one than the model's
 
 
-def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activations(directory: Path):
+def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activations(directory):
     gradients = []
     for checkpointing in (False, True):
         policy = loaded(directory, gradient_checkpointing=checkpointing)
@@ -243,7 +241,7 @@ def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activa
         torch.testing.assert_close(recomputed[name], value, atol=1e-6, rtol=0)
 
 
-def test_sessions_without_routing_take_the_experts_of_the_trainer(directory: Path):
+def test_sessions_without_routing_take_the_experts_of_the_trainer(directory):
     found = sessions()
     batch = batch_of(found)
     assert all(row.routing is None for row in pack(batch, range(len(found)), 128))
@@ -255,7 +253,7 @@ def test_sessions_without_routing_take_the_experts_of_the_trainer(directory: Pat
     assert np.array_equal(with_replay, without)
 
 
-def test_routing_of_another_model_is_refused(directory: Path):
+def test_routing_of_another_model_is_refused(directory):
     found = routed_sessions(1, num_layers=1)
     agent = PolicyAgent(loaded(directory), TrainerSettings())
     assert agent.why_untrainable(found[0]).startswith("turns were routed to 2 experts in each of 1 layers")

@@ -1,7 +1,5 @@
 """The weights that a trainer sends to engines from memory equal those in the version's directory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

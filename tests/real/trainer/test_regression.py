@@ -1,7 +1,5 @@
 """The publishing gate: its measurements, its refusals, and the weights from which training then continues."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from safetensors.torch import load_file

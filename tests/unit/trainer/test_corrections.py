@@ -1,7 +1,5 @@
 """Learning from corrections: what a teacher is asked, and what is trained of its replies, by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -38,7 +36,7 @@ def algorithm(monkeypatch, *replies):
     return made, asked
 
 
-def test_the_reply_to_the_prompt_with_the_correction_is_trained_after_the_prompt_without_it(monkeypatch) -> None:
+def test_the_reply_to_the_prompt_with_the_correction_is_trained_after_the_prompt_without_it(monkeypatch):
     """The second session's reply was cut, so nothing of it is trained."""
     one, asked = algorithm(monkeypatch, [9, 9, 6], [])
     batch = build([corrected(), corrected(session_id="b")], [np.array([0.0, 1.0])] * 2, policy_version=0)
@@ -52,7 +50,7 @@ def test_the_reply_to_the_prompt_with_the_correction_is_trained_after_the_prompt
     assert gauges == {"num_corrected": 1, "teacher_tokens": 3, "num_teacher_too_long": 1}
 
 
-def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(monkeypatch) -> None:
+def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(monkeypatch):
     """The teacher's vocabulary may be larger than the student's, here of 10 tokens."""
     one, _ = algorithm(monkeypatch, [9, 6], [10, 6])
     found, advantages = [corrected(group_id="a"), corrected(group_id="b")], [np.array([0.0, 1.0])] * 2
@@ -68,7 +66,7 @@ def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(mo
     assert [each.group_id for each in credited.trainable()] == ["a"]
 
 
-def test_a_teacher_that_gives_no_reply_trains_nothing(monkeypatch) -> None:
+def test_a_teacher_that_gives_no_reply_trains_nothing(monkeypatch):
     one, _ = algorithm(monkeypatch, [])
     batch = build([corrected()], [np.array([0.0, 1.0])], policy_version=0)
     with pytest.raises(BatchRefused, match="gave no reply"):
@@ -76,7 +74,7 @@ def test_a_teacher_that_gives_no_reply_trains_nothing(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_only_corrected_sessions_are_trained_whatever_sampled_them(monkeypatch, temperature) -> None:
+def test_only_corrected_sessions_are_trained_whatever_sampled_them(monkeypatch, temperature):
     """A greedy reply has no importance ratio, and the reply of the teacher needs none."""
     one, _ = algorithm(monkeypatch)
     sampling = {"sampling": [{"temperature": temperature}] * 2}
@@ -91,7 +89,7 @@ def test_only_corrected_sessions_are_trained_whatever_sampled_them(monkeypatch, 
     assert taught.table.advantages.tolist() == [1.0]
 
 
-def test_a_correction_of_a_turn_that_a_chain_does_not_train_is_left_out() -> None:
+def test_a_correction_of_a_turn_that_a_chain_does_not_train_is_left_out():
     one = corrected()
     elsewhere = dataclasses.replace(one, turn_index=np.where(one.turn_index == 1, -1, one.turn_index))
     assert (corrected_turn(one), corrected_turn(elsewhere), corrected_turn(experience())) == (1, None, None)
