@@ -179,7 +179,6 @@ UNTRANSLATABLE: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSES, {"input": [{"type": "function_call_output", "output": 5}]}, 400, "`input`"),
     (RESPONSES, {"input": [{"type": "reasoning", "summary": 5}]}, 400, "`input`"),
     (RESPONSES, {"text": {"format": 5}}, 400, "format"),
-    (GOOGLE, {"contents": ABSENT}, 400, ""),
     *((GOOGLE, google_number(number), 400, "") for number in ("abc", "1.x", "1e999.", "9" * 5000)),
 ]
 
