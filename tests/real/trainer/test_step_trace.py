@@ -14,7 +14,7 @@ from trainer.policies import Policies
 from turnwise.store import claims
 
 ROOT = Path(trainer.__file__).parent
-MOST_FILES = 22
+MOST_FILES = 21
 """A bound on what a reader opens. Lower it when a step needs fewer."""
 
 
