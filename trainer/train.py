@@ -23,7 +23,7 @@ from trainer.batch.advantages import moved_on
 from trainer.batch.batch import trained_turns
 from trainer.batch.ratios import finite
 from trainer.batch.selection import TOO_LONG, Selection
-from trainer.checks.gap import GapCheck
+from trainer.checks.gap import GapCheck, Verdicts
 from trainer.checks.gate import Gate
 from trainer.claims.claims import Claims, Rewind
 from trainer.claims.ledger import ClaimedBatch, StopFlag, UpdateIds
@@ -38,7 +38,7 @@ from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
-from trainer.update import FittingGroups, Updates, left_out_gauges, num_minibatches
+from trainer.update import Updates, check_fitting, left_out_gauges, num_minibatches
 from trainer.versions.commits import Commits, NewVersion, probe_of
 from trainer.versions.state import OptimizerLike, State, States
 from turnwise.errors import BatchRefused
@@ -120,7 +120,7 @@ class Training:
         self.updates = Updates(self.claims, learner, gap_check, settings, is_sample=is_sample)
         self.gate = Gate(self.claims.regression_set, learner, settings) if settings.gate_sessions else None
         self.commits = Commits(self.claims, learner, self.checkpoints, settings, keeps_refused=is_sample)
-        self._fitting = FittingGroups()
+        self._fitting = Verdicts()
         self._too_large: tuple[str, ...] = (OUT_OF_MEMORY,)
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
@@ -307,7 +307,8 @@ class Training:
         metrics = metrics | gauges
         if not num_steps:
             return self._finish_untrained(state, claimed, metrics, chosen)
-        self._fitting.observe(metrics["num_groups"] - len(chosen.refused), chosen.refused.values(), self._too_large)
+        num_trained = metrics["num_groups"] - len(chosen.refused)
+        check_fitting(self._fitting, num_trained, chosen.refused.values(), self._too_large)
         trained_at = time.monotonic()
         turn_ids = trained_turns(credited.batch)
         metrics |= left_out_gauges(claimed, chosen, turn_ids, self.settings)
@@ -333,7 +334,7 @@ class Training:
     def _finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection
     ) -> tuple[Json, State]:
-        self._fitting.observe(0, chosen.refused.values(), self._too_large)
+        check_fitting(self._fitting, 0, chosen.refused.values(), self._too_large)
         metrics = metrics | left_out_gauges(claimed, chosen, (), self.settings)
         return self.commits.finish_untrained(state, claimed, metrics, chosen)
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from trainer.batch.advantages import UNIFORM, is_single
 from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
 from trainer.batch.selection import LARGEST_VALUE, Selection, joined, left_out, without_groups
-from trainer.checks.gap import BatchGap, GapCheck
+from trainer.checks.gap import BatchGap, GapCheck, Verdicts
 from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
 from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
@@ -42,35 +42,24 @@ Record = Callable[[Json, int], None]
 MAX_REFILL_FACTOR = 4
 MOST_REASONS = 5
 """Reasons of one batch that are logged."""
-NUM_VERDICTS = 10
-"""Groups that are looked at before nearly all of them may be found too large, which stops the training."""
-NEARLY_ALL = 0.9
 _DRAW = 1
 """Distinguishes the random numbers of imported sessions from those that shuffle the batch."""
 
 
-class FittingGroups:
-    """Stops a training that leaves out nearly all of its groups because they do not fit into memory."""
+def check_fitting(latest: Verdicts, num_trained: int, reasons: Iterable[str], left_out: tuple[str, ...]) -> None:
+    """Take a batch: its trained groups, why others are not trained, and how reasons of memory begin.
 
-    def __init__(self) -> None:
-        self._verdicts: deque[bool] = deque(maxlen=NUM_VERDICTS)
-
-    def observe(self, num_trained: int, reasons: Iterable[str], left_out: tuple[str, ...]) -> None:
-        """Take a batch: its trained groups, why others are not trained, and how reasons of memory begin.
-
-        Raises:
-            SettingsError: Nearly all of the latest groups do not fit.
-        """
-        num_large = sum(reason.startswith(left_out) for reason in reasons)
-        self._verdicts.extend([*[False] * num_trained, *[True] * num_large])
-        num_bad, num = sum(self._verdicts), len(self._verdicts)
-        if num_large and num >= NUM_VERDICTS and num_bad >= NEARLY_ALL * num:
-            raise SettingsError(
-                f"{num_bad} of the last {num} groups do not fit into the device's memory, although activations are "
-                "recomputed and a row holds one chain: use larger devices or more of them (context_parallel), "
-                "weights_dtype='bfloat16', optimizer_state='host', or a lower engine_gpu_memory, and delete "
-                f"{FILE!r} in policies_dir; to train short chains only, set max_chain_tokens"
-            )
+    Raises:
+        SettingsError: Nearly all of the latest groups do not fit into memory.
+    """
+    num_large = sum(reason.startswith(left_out) for reason in reasons)
+    if (most := latest.add([*[False] * num_trained, *[True] * num_large])) is not None:
+        raise SettingsError(
+            f"{most} do not fit into the device's memory, although activations are "
+            "recomputed and a row holds one chain: use larger devices or more of them (context_parallel), "
+            "weights_dtype='bfloat16', optimizer_state='host', or a lower engine_gpu_memory, and delete "
+            f"{FILE!r} in policies_dir; to train short chains only, set max_chain_tokens"
+        )
 
 
 @dataclasses.dataclass(slots=True)

@@ -39,8 +39,25 @@ SAMPLE_TOKENS = 4096
 SAMPLE_EVERY = 10
 """Batches in a row without such a token between two of these comparisons."""
 NUM_VERDICTS = 10
-"""Groups that are compared before all of them may be found at fault, which stops the training."""
+"""Groups that are looked at before nearly all of them may be found at fault, which stops the training."""
 NEARLY_ALL = 0.9
+
+
+class Verdicts:
+    """Whether the latest groups are at fault: those of the last batch, and of earlier ones if it had fewer than ten."""
+
+    def __init__(self) -> None:
+        self._latest: deque[bool] = deque(maxlen=NUM_VERDICTS)
+
+    def add(self, verdicts: Sequence[bool]) -> str | None:
+        """Take those of a batch; return how many of how many are at fault where nearly all are, None elsewhere."""
+        if len(verdicts) > len(self._latest):
+            self._latest = deque(self._latest, maxlen=max(NUM_VERDICTS, len(verdicts)))
+        self._latest.extend(verdicts)
+        num_bad, num = sum(self._latest), len(self._latest)
+        if not any(verdicts) or num < NUM_VERDICTS or num_bad < NEARLY_ALL * num:
+            return None
+        return f"{num_bad} of the last {num} groups"
 
 
 class BatchGap:
@@ -95,8 +112,7 @@ class GapCheck:
         self._checkpoints = checkpoints
         self._rule = rule
         self._num_without_own = 0
-        self._verdicts: deque[bool] = deque(maxlen=NUM_VERDICTS)
-        """Of the latest groups: True where trainer and engine differed."""
+        self._verdicts = Verdicts()
 
     def observe(
         self, found: BatchGap, members: Sequence[int], logprobs: Reals, *, has_moved: bool
@@ -124,7 +140,13 @@ class GapCheck:
         faults = {key: self._fault(found, key, groups[key], moved_limit=moved_limit) for key in suspects}
         refused = {key: reason for key, reason in faults.items() if reason is not None}
         found.num_refused += len(refused)
-        self._judge([key in refused for key in groups], refused)
+        if (most := self._verdicts.add([key in refused for key in groups])) is not None:
+            raise EngineDisagrees(
+                f"{most} have logprobs that differ between trainer and engine, the last "
+                f"one: {next(reversed(refused.values()))}. Check that the engine serves the weights it says, in the "
+                "same precision, with --logprobs-mode processed_logprobs; raise max_logprob_gap only if this "
+                "difference is known"
+            )
         return refused
 
     def _fault(self, found: BatchGap, key: GroupKey, members: Sequence[int], *, moved_limit: float) -> str | None:
@@ -141,19 +163,6 @@ class GapCheck:
         if gap is not None and not gap <= moved_limit:
             return _reason(key, gap, f"over {moved_limit:g} under the present weights")
         return None
-
-    def _judge(self, differed: Sequence[bool], refused: dict[GroupKey, str]) -> None:
-        if len(differed) > len(self._verdicts):
-            self._verdicts = deque(self._verdicts, maxlen=max(NUM_VERDICTS, len(differed)))
-        self._verdicts.extend(differed)
-        num_bad, num = sum(self._verdicts), len(self._verdicts)
-        if refused and num >= NUM_VERDICTS and num_bad >= NEARLY_ALL * num:
-            raise EngineDisagrees(
-                f"{num_bad} of the last {num} groups have logprobs that differ between trainer and engine, the last "
-                f"one: {next(reversed(refused.values()))}. Check that the engine serves the weights it says, in the "
-                "same precision, with --logprobs-mode processed_logprobs; raise max_logprob_gap only if this "
-                "difference is known"
-            )
 
     def _sample(self, found: BatchGap, members: set[int]) -> list[int]:
         """Return members of one older version to compare, if a comparison is due; the batch has no other token."""

@@ -1,5 +1,6 @@
 """Sessions of another model, and those that may not be trained, stop no version."""
 
+import contextlib
 import dataclasses
 import io
 
@@ -9,9 +10,23 @@ import sqlalchemy as sa
 from support.tiny_models import EXPERTS, VOCABULARY, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 
+from trainer.checks.gap import Verdicts
 from trainer.claims.claims import Claims
+from trainer.model.memory import OUT_OF_MEMORY
+from trainer.update import check_fitting
+from turnwise.errors import SettingsError
 from turnwise.store import consent, rewards, schema, sessions, turns
 from turnwise.types import Reward, Session, Split
+
+
+@pytest.mark.parametrize(("num_trained", "num_large", "stops"), [(23, 9, False), (3, 29, True), (0, 9, False)])
+def test_groups_that_do_not_fit_stop_a_training_only_where_they_are_nearly_all_of_ten_or_more(
+    num_trained, num_large, stops
+):
+    """29 of 32 groups are more than 0.9 of them; 9 of 32 are few, also where they are the last of the batch."""
+    reasons = [f"{OUT_OF_MEMORY}: a row"] * num_large
+    with pytest.raises(SettingsError, match=r"29 of the last 32 groups") if stops else contextlib.nullcontext():
+        check_fitting(Verdicts(), num_trained, reasons, (OUT_OF_MEMORY,))
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["behind the others", "first of its batch"])
