@@ -137,13 +137,13 @@ class Policies:
             training.divide()
         if settings.compile:
             training.compile()
-        for recorder in self._recorders(settings):
-            training.recorder.add(recorder)
         self.trainings.append(training)
         return training
 
     def _begin(self, number: int, training: Training) -> None:
         with self._set_aside_on_error(number, training):
+            for recorder in self._recorders(training.settings):
+                training.recorder.add(recorder)
             if number != DEFAULT_POLICY:
                 self._check_shares_model()
                 training.weights = self._default.weights

@@ -237,6 +237,25 @@ def test_a_policy_that_fails_is_set_aside_with_its_reason_and_the_others_go_on(t
     assert updates(ledger) == [(0, 1), (good, 2), (bad, 3)]
 
 
+def test_a_policy_whose_recorder_does_not_start_is_set_aside_and_the_others_go_on(tmp_path, model, ledger):
+    other = new_policy(ledger, "other")
+    for policy_id in (0, other):
+        play(ledger, model, policy_id)
+
+    def recorders(settings):
+        if settings.trainer_id == f"trainer/{other}":
+            raise OSError("no space left for event files")
+        return []
+
+    with pytest.raises(OSError, match="no space left"):
+        train_policies(settings_for(tmp_path, model), recorders=recorders)
+    assert updates(ledger) == [(0, 1), (0, 2)]
+    assert reports(ledger)[f"trainer/{other}"] == (
+        TrainerState.DIED,
+        "policy 'other': OSError: no space left for event files",
+    )
+
+
 def test_a_policy_without_memory_or_with_infinite_rewards_leaves_the_others_training(
     tmp_path, model, ledger, monkeypatch
 ):
