@@ -8,9 +8,8 @@ layers miss that in a later load, so the engine would sample with other weights 
 
 Both are packed again here at the end of each load, from a directory or memory. A GPU has no packed copies.
 
-The kernels copy the factors of its adapter for each token, which takes half of the time of a small model's engine. They
-also read the index -1, a token without adapter, as the last slot. Here the tokens of an adapter are multiplied at once,
-and those without one get zero.
+The kernels copy the factors of its adapter for each token, and read the index -1, a token without adapter, as the last
+slot. Here the tokens of an adapter are multiplied at once, and those without one get zero.
 
 The kernel of Mamba 2 returns the state after a prompt alone. vLLM asks it for the state at a block's end too, where a
 prompt is longer than a block, and would end. So prompts are split there, as those of other recurrent layers.
