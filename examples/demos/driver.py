@@ -86,8 +86,8 @@ class DemoSettings(Settings):
     """Maximum number of versions; the demo then stops and reports the reward reached."""
 
     def missed(self, report: Any) -> str | None:
-        """Return the target if the run of this report missed it."""
-        if report.reward_after >= self.enough_reward and not report.failed_requests:
+        """Return the target if the run of this report missed it by more than its interval."""
+        if report.reward_after + report.margin_after >= self.enough_reward and not report.failed_requests:
             return None
         return f"at least {self.enough_reward} held-out reward and no failed request"
 

@@ -29,6 +29,8 @@ FIELD = "turnwise_prompt"
 RERENDERED = "media_rerendered"
 """Begins the refusal of ids in which a placeholder is not what the processor would put there."""
 DIGEST_BYTES = 16
+MOST_TRIES = 4
+"""Of a call with images whose engine has lost one of them to a load of weights, while loads follow one another."""
 _KEPT_DIGESTS = 4096
 """Images whose pixels' digest is kept: vLLM's cache does not return the pixels of one that it has sent before."""
 _places: contextvars.ContextVar[str | None] = contextvars.ContextVar("places", default=None)
@@ -168,10 +170,8 @@ def return_places(chat: type[Any]) -> None:
     """Let replies say where their images are; the argument is `OpenAIServingChat`.
 
     A load of weights empties the caches of images of vLLM's two processes. A call between them names an image that its
-    engine does not have any more, fails before its first token, and is tried once more, with the image.
+    engine does not have any more, fails before its first token, and is tried again, with the image.
     """
-    from vllm.exceptions import GenerationError
-
     answer, render, narrow = (
         chat.create_chat_completion,
         chat.render_chat_request,
@@ -189,12 +189,7 @@ def return_places(chat: type[Any]) -> None:
     async def answer_with_places(self: Any, request: Any, raw_request: Any = None) -> Any:
         _places.set(None)
         again = functools.partial(answer, self, request, raw_request)
-        try:
-            reply = await again()
-        except GenerationError:
-            if _places.get() is None:
-                raise
-            reply = await again()
+        reply = await _tried(again)
         places = _places.get()
         if places is None:
             return reply
@@ -212,15 +207,28 @@ def return_places(chat: type[Any]) -> None:
     chat._engine_chat_template_kwargs = narrowed  # noqa: SLF001  it sends them to another process
 
 
-async def _repeated(events: AsyncIterator[str], again: Callable[[], Awaitable[Any]]) -> AsyncIterator[str]:
-    """Yield a stream's events, or those of a second one where the first fails before its first token."""
-    opened: list[str] | None = []
+async def _tried(again: Callable[[], Awaitable[Any]], num_left: int = MOST_TRIES - 1) -> Any:
+    from vllm.exceptions import GenerationError
+
+    try:
+        return await again()
+    except GenerationError:
+        if _places.get() is None or not num_left:
+            raise
+        return await _tried(again, num_left - 1)
+
+
+async def _repeated(
+    events: AsyncIterator[str], again: Callable[[], Awaitable[Any]], num_left: int = MOST_TRIES - 1
+) -> AsyncIterator[str]:
+    """Yield a stream's events, or those of a further one where it fails before its first token."""
+    opened: list[str] | None = [] if num_left else None
     async for event in events:
         if opened is not None and '"role":"assistant"' in event:
             opened.append(event)
             continue
         if opened is not None and event.startswith('data: {"error"') and hasattr(other := await again(), "__aiter__"):
-            async for each in other:
+            async for each in _repeated(other, again, num_left - 1):
                 yield each
             return
         for each in opened or ():
