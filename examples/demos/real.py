@@ -38,7 +38,7 @@ class RealDemoSettings(DemoSettings):
     trainer_config: Path = Path("examples/bosses/train.toml")
     out: Path = Path("runs/demo")
     groups_per_batch: int = Field(default=8, ge=1)
-    target_reward: float = Field(default=0.95, gt=0, le=1)
+    target_reward: float = Field(default=0.92, gt=0, le=1)
     enough_reward: float = Field(default=0.9, gt=0, le=1)
     num_eval_tasks: int = Field(default=128, ge=1)
     eval_margin: float = Field(default=0.12, gt=0)
