@@ -28,14 +28,15 @@ setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for
 PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
 # Python compiles what it imports; pip would compile 22,850 files one by one, of which a demo imports few.
 INSTALL := $(PIP) install --no-compile --constraint constraints.txt
+# Older versions of pip than 25 need a minute more to choose the versions; torch is compiled while the rest is installed.
 # The CPU build of vLLM needs the CPU build of torch on Linux, which PyPI does not have.
 TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install --upgrade 'pip>=25'  # older ones need a minute more to choose the versions
+	$(PIP) install --upgrade 'pip>=25'
 	$(INSTALL) '$(TORCH)' || { echo 'pip found no $(TORCH): set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names on its installation page'; exit 1; }
-	$(BIN)/python -m compileall -qq $(BIN)/../lib/python3.*/site-packages/torch & $(INSTALL) --editable '.[demo,engine-cpu]'
+	$(BIN)/python -m compileall -qq .venv/lib/python3.*/site-packages/torch & $(INSTALL) --editable '.[demo,engine-cpu]'
 	$(PIP) uninstall --yes $(MISMATCHED)
 	$(BIN)/python -m turnwise.engine_plugin.mend_torchvision
 	touch $@
