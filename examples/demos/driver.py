@@ -359,7 +359,7 @@ class Demo:
         settings = self._settings
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            if self._version > version and mean_reward(self._latest_batch()) >= settings.target_reward:
+            if self._version > version and self._latest_reward(self._played()) >= settings.target_reward:
                 return
             if self._version >= settings.max_versions:
                 return
@@ -376,12 +376,12 @@ class Demo:
             active = await active_policy(client)
             if active is not None and active["version"] > self._version:
                 self._version = active["version"]
-                played = read_results(self._results("training") / "results.jsonl")
+                played = self._played()
                 self._check_failed(played)
                 point = Point(
                     self._version,
                     len(played),
-                    mean_reward(self._latest_batch(played)),
+                    self._latest_reward(played),
                     active["reload_seconds"],
                     (active["metrics"] or {}).get("staleness_mean"),
                 )
@@ -389,11 +389,12 @@ class Demo:
                 self._say("learn", describe(point))
             await asyncio.sleep(POLL_SECONDS)
 
-    def _latest_batch(self, played: Sequence[RunResult] | None = None) -> Sequence[RunResult]:
-        """Return the latest training sessions, as many as a batch has."""
-        if played is None:
-            played = read_results(self._results("training") / "results.jsonl")
-        return played[-self._settings.groups_per_batch * self._settings.group_size :]
+    def _played(self) -> list[RunResult]:
+        return read_results(self._results("training") / "results.jsonl")
+
+    def _latest_reward(self, played: Sequence[RunResult]) -> float:
+        """Return the mean reward of the latest sessions, as many as a batch has."""
+        return mean_reward(played[-self._settings.groups_per_batch * self._settings.group_size :])
 
     async def _write_transcript(
         self, client: AsyncClient, before: Sequence[RunResult], after: Sequence[RunResult]
