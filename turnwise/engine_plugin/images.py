@@ -77,10 +77,7 @@ def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor
         return tokens if isinstance(tokens, GivenIds) and len(validated) == len(tokens) else validated
 
     def process_given(self: Any, inputs: Any, timing: Any) -> Any:
-        try:
-            result = process(self, inputs, timing)
-        except AssertionError:  # a load of weights has emptied the cache between two reads of it
-            result = process(self, inputs, timing)
+        result = process(self, inputs, timing)
         return result._replace(prompt_ids=inputs.prompt) if isinstance(inputs.prompt, GivenIds) else result
 
     def put_given(self: Any, mm_items: Any, mm_res: Any) -> Any:
@@ -172,8 +169,8 @@ def _show_in_replies() -> None:
 def return_places(chat: type[Any]) -> None:
     """Let replies say where their images are; the argument is `OpenAIServingChat`.
 
-    A load of weights empties the caches of images of vLLM's two processes. A call between them names an image that its
-    engine does not have any more, fails before its first token, and is tried again, with the image.
+    A load of weights empties the caches of images of vLLM's two processes. A call that loses an image so, while it is
+    processed or in the engine, fails before its first token, and is tried again, with the image.
     """
     answer, render, narrow = (
         chat.create_chat_completion,
@@ -192,7 +189,9 @@ def return_places(chat: type[Any]) -> None:
     async def answer_with_places(self: Any, request: Any, raw_request: Any = None) -> Any:
         _places.set(None)
         again = functools.partial(answer, self, request, raw_request)
-        reply = await _tried(again)
+        if FIELD in (request.chat_template_kwargs or {}):
+            again = functools.partial(_tried, again)
+        reply = await again()
         places = _places.get()
         if places is None:
             return reply
@@ -215,8 +214,8 @@ async def _tried(again: Callable[[], Awaitable[Any]], num_left: int = MOST_TRIES
 
     try:
         return await again()
-    except GenerationError:
-        if _places.get() is None or not num_left:
+    except (AssertionError, GenerationError):
+        if not num_left:
             raise
         return await _tried(again, num_left - 1)
 
