@@ -52,19 +52,6 @@ def packed(experts: list[int], start: int, num_tokens: int) -> bytes:
     return pack_routing(routing(experts), start, num_tokens)
 
 
-def test_the_experts_of_a_chain_come_from_all_of_its_turns():
-    """Four tokens a turn, and a call routes all but its last one: the next call routes that one."""
-    first = make_turn("t1")
-    first = dataclasses.replace(first, routed_experts=packed([0, 1, 2], 0, 4))
-    second = make_turn("t2", first)
-    second = dataclasses.replace(second, routed_experts=packed([0, 1, 2, 3, 4, 5, 6], 4, 8))
-    third = make_turn("t3", second)  # streamed, for example
-    [chain] = merge_session([first, second, third])
-    assert chain.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1, -1, -1, -1]
-    [short] = merge_session([make_turn("t1")])
-    assert short.routed_experts is None
-
-
 def test_a_turn_stores_the_same_experts_whether_the_engine_returned_those_of_earlier_turns_or_not():
     assert packed([3, 4, 5, 6], 4, 8) == packed([0, 1, 2, 3, 4, 5, 6], 4, 8)
 

@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import peft
 import pytest
 from support.commands import invoke
 from support.full_disk import no_file_over
@@ -98,7 +97,7 @@ def test_a_named_policy_is_created_bound_to_a_key_pinned_and_followed(tmp_path):
     assert "newest version: 2" in invoke(*follow).output
 
 
-def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_loads(tmp_path):
+def test_policies_are_listed_and_an_export_that_a_full_disk_stops_can_be_repeated(tmp_path):
     url = migrated(f"sqlite:///{tmp_path}/t.db")
     at = ("--database", url)
     invoke("policies", "create", "support", *at)
@@ -106,10 +105,6 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
     with writing(url) as conn:
         policy_id = policies.find_policy(conn, "default", "support").policy_id
         versions.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
-    listed = json.loads(invoke("policies", "list", *at, "--json").output)
-    summaries = {each["name"]: each["summary"] for each in listed}
-    assert (summaries["support"]["num_versions"], summaries["default"]["num_versions"]) == (1, 0)
-    assert summaries["support"]["num_bytes"] == sum(each.stat().st_size for each in adapter.iterdir())
     assert invoke("policies", "list", *at).output.startswith("tenant")
     exported = tmp_path / "exported"
     assert "no served version yet" in invoke("policies", "export", "support", str(exported), *at).stderr
@@ -118,9 +113,6 @@ def test_policies_are_listed_and_a_version_is_exported_as_an_adapter_that_peft_l
         assert invoke("policies", "export", "support@1", str(exported), *at).exit_code != 0
     assert invoke("policies", "export", "support@1", str(exported), *at).exit_code == 0, "a full disk left files"
     assert "is not empty" in invoke("policies", "export", "support@1", str(exported), *at).stderr
-    weights = peft.utils.load_peft_weights(str(exported), device="cpu")
-    assert peft.PeftConfig.from_pretrained(str(exported)).peft_type == peft.PeftType.LORA
-    assert weights.keys() == peft.utils.load_peft_weights(str(adapter), device="cpu").keys()
 
 
 def test_each_version_shows_what_its_sessions_earned_beside_the_batch_that_made_it(url):

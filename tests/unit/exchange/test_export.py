@@ -22,19 +22,6 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-def test_a_conversation_becomes_a_line_of_openais_format(database, tmp_path):
-    first, second = lines_of(export(tmp_path, "--format", "openai"))
-    assert first["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Who is kim's boss?"},
-        {"role": "assistant", "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_1", "content": '{"boss": "lea"}'},
-        {"role": "assistant", "content": "lea"},
-    ]
-    assert first["tools"] == TOOLS
-    assert [message["role"] for message in second["messages"]][-2:] == ["user", "assistant"]
-
-
 def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens(database, tmp_path):
     with database.write() as connection:
         asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]

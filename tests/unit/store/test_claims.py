@@ -138,23 +138,6 @@ def test_no_lease_is_longer_than_the_longest(database):
     assert leased_until(database) == NOW + 61 * MINUTE
 
 
-def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database):
-    add_ready(database, "a", "b")
-    claimed = claim(database)
-    published = PolicyVersion(version=1, path="/1", update_id=1)
-    assert ack(database, claimed, update(), policy=published, refused={("default", "b"): "gap"})
-    groups = group_rows(database)
-    assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
-    assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")
-    with database.read() as connection:
-        assert updates.last_update(connection, policy_id=0) == updates.last_update(connection)
-        recorded, has_more = updates.list_updates(connection)
-        assert versions.get_version(connection, 1).update_id == 1
-        assert updates.list_updates(connection, after=1) == ([], False)
-    assert ([one.update_id for one in recorded], has_more) == ([1], False)
-    assert recorded[0].num_tokens == 2
-
-
 def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_version_holds_it(database):
     """Other tenants read updates. A deletion removes sessions and groups, which are named by digests, from the rest."""
     add_ready(database, "a", "b")
@@ -244,14 +227,6 @@ def test_a_claim_is_over_once_its_groups_were_acked_released_or_taken_back(datab
         with pytest.raises(LeaseLost):
             ack(database, held, update(number))
     assert [row.update_id for row in group_rows(database).values()] == [1, None, None]
-
-
-def test_released_groups_are_ready_again(database):
-    add_ready(database, "a", "b")
-    claims.release(database, claim(database, max_groups=1), "shutting down")
-    assert group_rows(database)["a"].reason == "shutting down"
-    again = claim(database)
-    assert [(group.group_id, group.fencing_token) for group in again.groups] == [("a", 2), ("b", 1)]
 
 
 def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database):

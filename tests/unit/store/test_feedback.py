@@ -78,21 +78,6 @@ def test_an_edit_that_is_refused_leaves_no_session(database, monkeypatch):
         assert sessions.list_sessions(conn, SessionFilter(tenant="default"))[0] == []
 
 
-def test_an_edit_of_a_long_conversation_adds_one_turn_to_each_session_with_the_whole_prompt(database):
-    add_session(database, "s", turns=3)
-    given, pair = edited(database, "Rome", "s-t3")
-    with database.write() as conn:
-        feedback.add(conn, given, group=pair)
-    with database.read() as conn:
-        asked = turns.read_turn(conn, "default", "s-t3")
-        for one, ids in zip(pair, ([7, 8], asked.turn.token_ids.tolist()), strict=True):
-            (made,), _ = turns.read_turns(conn, "default", one.session.session_id)
-            assert made.prompt_token_ids.tolist() == asked.prompt_token_ids.tolist()
-            assert (made.messages, made.tools) == (asked.messages, asked.tools)
-            assert made.turn.token_ids.tolist() == ids
-            assert made.turn.prompt_length == asked.prompt_token_ids.size
-
-
 def test_the_sessions_of_a_demonstration_are_of_the_same_policy_user_task_and_split():
     """So its policy learns from it, and the deletion of the user's data finds it."""
     original = Session(
@@ -120,23 +105,6 @@ def test_a_rating_after_training_makes_the_session_ready_again_where_revisions_a
 def set_label(database: Database, session_id: str, label: str, note: str | None = None, tenant: str = "default"):
     with database.write() as conn:
         return sessions.set_label(conn, tenant, session_id, Label(label=label, note=note, written_by="me"))
-
-
-def test_a_label_is_stored_with_its_note_replaced_and_removed(database):
-    add_session(database)
-    set_label(database, "s", "look-at")
-    labelled = set_label(database, "s", "golden", "good\0 \N{FIRE}")
-    assert [(each.label, each.note, each.written_by) for each in labelled.labels] == [
-        ("golden", "good\N{REPLACEMENT CHARACTER} \N{FIRE}", "me"),
-        ("look-at", None, "me"),
-    ]
-    assert [each.note for each in set_label(database, "s", "golden", "better").labels] == ["better", None]
-    with database.write() as conn:
-        for _ in range(2):
-            left = sessions.remove_label(conn, "default", "s", "golden")
-            assert [each.label for each in left.labels] == ["look-at"]
-        with pytest.raises(NotFound, match="no session 'other'"):
-            sessions.remove_label(conn, "default", "other", "golden")
 
 
 def test_lists_records_and_experiences_are_filtered_by_label(database):

@@ -67,14 +67,6 @@ def test_the_secret_is_not_in_the_database(database):
     assert len(secret) == 43  # 32 bytes, six bits a character
 
 
-def test_keys_are_listed_of_all_tenants_or_of_one(database):
-    with database.write() as connection:
-        first, _ = keys.create_key(connection, "a", KeyRole.AGENT, "x")
-        second, _ = keys.create_key(connection, "b", KeyRole.AGENT, "y")
-        assert {key.key_id for key in keys.list_keys(connection)} == {first, second}
-        assert [key.key_id for key in keys.list_keys(connection, "b")] == [second]
-
-
 def test_all_processes_share_one_server_secret(database):
     secrets = []
     for _ in range(2):
@@ -82,17 +74,6 @@ def test_all_processes_share_one_server_secret(database):
             secrets.append(keys.server_secret(connection))
     assert secrets[0] == secrets[1]
     assert len(secrets[0]) == 32
-
-
-def test_usage_is_summed_by_key_tenant_and_day(database):
-    with database.write() as connection:
-        keys.add_usage(connection, {("a", "k1", 10): 3, ("a", "k2", 11): 4, ("b", "k1", 11): 100})
-        keys.add_usage(connection, {("a", "k1", 10): 5, ("a", "k1", 12): 1})
-        assert keys.used_by_key(connection, "a") == {"k1": 9, "k2": 4}
-        assert keys.used_by_key(connection, "a", "k1") == {"k1": 9}
-        assert keys.used_by_key(connection, "a", "k1", since_day=11) == {"k1": 1}
-        assert keys.used_by_key(connection, "nobody") == {}
-        assert keys.used_by_key(connection, "a", since_day=11) == {"k1": 1, "k2": 4}
 
 
 def test_a_deleted_tenant_leaves_no_usage(database):

@@ -194,16 +194,6 @@ def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database
         sessions.end_session(connection, "default", "c")
 
 
-def test_only_idle_sessions_expire(database):
-    add_session(database, "old", turns=0, created_at=utc_now() - 2 * HOUR)
-    add_session(database, "new", turns=0)
-    with database.write() as connection:
-        assert sessions.expire_idle_sessions(connection, utc_now() - HOUR) == [("default", "old")]
-        assert sessions.expire_idle_sessions(connection, utc_now() - HOUR) == []
-    assert stored_session(database, "old").status is SessionStatus.EXPIRED
-    assert stored_session(database, "new").status is SessionStatus.OPEN
-
-
 def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(database):
     for session_id in ("end_last", "reward_last", "expired"):
         add_session(database, session_id)
