@@ -9,8 +9,7 @@ import time
 
 import httpx2
 import pytest
-from support.control_plane import wait_for_status
-from support.tiny_checkpoints import write_adapter, write_weights
+from support.tiny_checkpoints import write_weights
 
 from proxy.routes.rewards import RewardLine
 from proxy.routes.sessions import NewSession
@@ -64,16 +63,6 @@ def test_lists_are_read_page_by_page_in_order(client, monkeypatch):
     monkeypatch.setattr(wire, "PAGE_SIZE", 2)
     made = [client.create_session().session_id for _ in range(5)]
     assert [session["session_id"] for session in client.sessions()] == made[::-1]
-
-
-def test_policies_are_published_listed_and_activated(proxy, client, monkeypatch, tmp_path):
-    monkeypatch.setattr(wire, "PAGE_SIZE", 1)
-    weights, adapter = write_weights(tmp_path / "weights"), write_adapter(tmp_path / "adapter")
-    version = client.publish_policy(str(weights))["version"]
-    wait_for_status(proxy, version)
-    assert client.publish_policy(str(adapter), kind="lora")["kind"] == "lora"
-    assert [policy["path"] for policy in client.policies()][:2] == [str(adapter), str(weights)]
-    assert client.activate(version)["version"] == version
 
 
 def test_a_turn_id_with_a_choice_number_is_escaped_in_the_url(client):

@@ -5,7 +5,6 @@ from typing import Any
 import httpx2
 import orjson
 from support.proxies import RunningProxy
-from turnwise_fake_engine import Reply, Rule
 
 TITLES = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
 CODER = {"role": "system", "content": "You write code."}
@@ -46,19 +45,6 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy):
     assert httpx2.get(f"{proxy.v1}/turns/{sub}").json()["role_reason"] == "corrected"
     assert httpx2.post(f"{proxy.v1}/turns/none/role", json={"role": "side"}).status_code == 404
     assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text
-
-
-def test_an_empty_reply_after_which_the_harness_asks_again_is_not_trained(fake_engine, proxy):
-    """The last call of a run: no later turn shows which of the two replies the harness has used."""
-    fake_engine.answer(Rule(contains="bug", reply=Reply(text=""), count=1))
-    empty, answered = call(proxy, CODER, USER), call(proxy, CODER, USER)
-    httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
-    turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
-    assert {turn["turn_id"]: (turn["role"], turn["role_reason"]) for turn in turns} == {
-        empty: ("retry", "empty_reply"),
-        answered: ("main", "same_system"),
-    }
-    assert trained(proxy) == [answered]
 
 
 def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy):

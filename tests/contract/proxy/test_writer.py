@@ -202,37 +202,6 @@ async def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are
     assert [view.turn.logprobs.tolist() for view in views] == [[-0.5, -1.25], [-0.5], [], []]
 
 
-def test_a_killed_writing_process_is_replaced_and_its_jobs_fail(database, database_url):
-    metrics = Metrics()
-
-    async def run() -> object:
-        async with writing(database_url, metrics=metrics) as writer:
-            await writer.do(sessions.create_session, SESSION)
-            pid = await writer.do(pid_of_writer)
-            os.kill(pid, signal.SIGSTOP)
-            lost = asyncio.ensure_future(writer.append([turn("lost")]))
-            await asyncio.sleep(0)
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(StoreUnavailable, match="not known"):
-                await lost
-            with pytest.raises(StoreUnavailable, match="being restarted"):
-                await writer.append([turn("meanwhile")])
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(StoreUnavailable):
-                        return pid, await writer.do(pid_of_writer)
-                    await asyncio.sleep(0.05)
-
-    old, new = asyncio.run(run())
-    assert old != new
-    assert stored(database) == []
-    assert errors_of_writer(metrics) == 1.0
-
-
-def errors_of_writer(metrics: Metrics) -> float | None:
-    return metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"})
-
-
 @contextlib.contextmanager
 def written_by_a_shell():
     """A writing process that a shell has started in place of a proxy: the link to it, and the shell."""

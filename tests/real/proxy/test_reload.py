@@ -44,21 +44,6 @@ async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds
         answers.set()
 
 
-async def test_the_newest_version_is_loaded_by_every_engine_once(stage):
-    """A round without a change loads nothing; skipped versions stay published."""
-    async with stage.process() as process:
-        await process.follow()
-        assert (process.versions, stage.loads) == ([0, 0], [[], []])
-        stage.publish(1)
-        stage.publish(2)
-        for _ in range(2):
-            await process.follow()
-            assert (process.versions, stage.loads) == ([2, 2], [["v2"], ["v2"]])
-        assert stage.statuses() == ["published", "active"]
-        await process.serve(3)
-        assert stage.statuses() == ["published", "retired", "active"]
-
-
 @pytest.mark.parametrize(("num_errors", "status"), [(2, "active"), (3, "failed")])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_version(
@@ -106,22 +91,6 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
             assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
     finally:
         answers.set()
-
-
-async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(stage):
-    """No engine loads it, and it is not tried again, pinned or not; the reason stays readable until a version works."""
-    async with stage.process() as process:
-        await process.serve(1)
-        stage.publish(2, whole=False)
-        stage.pin(2)
-        for _ in range(2):
-            await process.follow()
-            assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
-        assert "version 2 was not loaded" in (process.reloader.problem or "")
-        assert stage.loads == [["v1"], ["v1"]]
-        stage.pin(None)
-        await process.serve(3)
-        assert (process.versions, process.reloader.problem) == ([3, 3], None)
 
 
 @pytest.mark.parametrize(("num_failures", "status"), [(1, "active"), (2, "active"), (3, "failed")])

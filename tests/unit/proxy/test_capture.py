@@ -190,13 +190,6 @@ def test_each_of_several_choices_extends_the_parent():
     ]
 
 
-def test_each_choice_of_several_prompts_keeps_its_own_prompt():
-    call = call_of(USER)
-    captured = Captured(b"1", {0: choice(7, prompt_ids=b"1"), 1: choice(8, prompt_ids=b"2,3")})
-    turns = built(call, place_of(call), captured)
-    assert [(turn.prompt_delta.tolist(), turn.prompt_length) for turn in turns] == [([1], 1), ([2, 3], 2)]
-
-
 def test_only_a_complete_reply_is_found_by_its_key():
     call = call_of(USER, key="k")
     captured = Captured(PROMPT_TEXT, {0: choice(7)})

@@ -59,25 +59,6 @@ def said(text: str) -> Json:
     return {"role": "assistant", "content": text}
 
 
-def test_a_request_extends_the_deepest_turn_that_it_repeats():
-    forest = TurnForest()
-    stored(forest, "t1", [USER], "A")
-    deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
-    messages = [USER, said("A"), NEXT, said("B"), USER]
-    conversation = conversation_of(call(messages))
-    assert conversation.num_replied == 4
-    assert forest.deepest(conversation, messages) is deep
-    assert forest.by_id["t1"].has_child
-
-
-def test_a_branch_extends_the_turn_it_leaves_from():
-    forest = TurnForest()
-    first = stored(forest, "t1", [USER], "A")
-    stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
-    branch = [USER, said("A"), {"role": "user", "content": "other"}]
-    assert forest.deepest(conversation_of(call(branch)), branch) is first
-
-
 def test_of_equal_turns_a_request_extends_that_of_its_calls_then_a_whole_reply_then_the_newest():
     forest = TurnForest()
 

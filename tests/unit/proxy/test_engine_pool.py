@@ -11,20 +11,15 @@ from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane,
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
-from turnwise.errors import EngineUnavailable, StoreError
+from turnwise.errors import StoreError
 from turnwise.store.database import Database
 from turnwise.store.processes import Activity
-from turnwise.store.serving import ServingState
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
+from turnwise.types import PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]
 NO_STORE = Database("sqlite:///never-opened.db")
 """Never opened: no policy is on trial."""
 SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
-TRIAL = {
-    kind: {DEFAULT_POLICY: ServingState(canary=PolicyVersion(version=8, path="", kind=kind))} for kind in PolicyKind
-}
-IN_TRIAL = [Session(session_id=f"t{number}", arm=8) for number in range(100)]
 
 
 @pytest.fixture
@@ -59,15 +54,6 @@ async def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_
     assert homes(pool) == before
 
 
-async def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once(pool):
-    for engine in pool.engines:
-        engine.change(EngineState.ABSENT)
-    with pytest.raises(EngineUnavailable, match="none of the 3 engines is ready"):
-        pool.lane(SESSIONS[0])
-    with pytest.raises(EngineUnavailable):
-        pool.route("models")
-
-
 async def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another(pool):
     pool.engines[0].change(EngineState.DRAINING)
     assert set(homes(pool).values()) == set(URLS[1:])
@@ -86,40 +72,11 @@ async def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engine
     assert (await waiting).engine is closed
 
 
-async def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out(pool):
-    lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
-    with lost.reloading():
-        waiting = asyncio.ensure_future(enter(pool, session))
-        await asyncio.sleep(0)
-        lost.change(EngineState.ABSENT)
-    assert (await waiting).engine is not lost
-
-
 async def enter(pool: EnginePool, session: Session) -> Lane:
     lane = await pool.admit(session)
     assert lane.num_calls == 1
     pool.release(lane)
     return lane
-
-
-async def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial(pool):
-    pool.engines[2].apply_label("8")
-    pool.served = TRIAL[PolicyKind.FULL]
-    assert {pool.lane(session).version for session in IN_TRIAL} == {8}
-    assert {pool.lane(session).version for session in SESSIONS} == {0}
-    pool.engines[2].change(EngineState.ABSENT)
-    assert {pool.lane(session).version for session in IN_TRIAL} == {0}
-
-
-async def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine(pool):
-    for engine in pool.engines:
-        engine.adapters[8] = Lane(engine, 8, adapter_name(8))
-    pool.served = TRIAL[PolicyKind.LORA]
-    assert {pool.lane(session).adapter for session in IN_TRIAL} == {"policy-v8"}
-    assert {pool.lane(session).adapter for session in SESSIONS} == {None}
-    assert {pool.lane(session).engine.url for session in IN_TRIAL} == set(URLS)
-    pool.served = {}
-    assert {pool.lane(session).adapter for session in [*SESSIONS, *IN_TRIAL]} == {None}
 
 
 @pytest.mark.parametrize(

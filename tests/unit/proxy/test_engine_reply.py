@@ -4,13 +4,11 @@ import json
 
 import msgspec
 import numpy as np
-import orjson
 import pytest
 
 from proxy.dialects.base import SENT, Captured, read_logprobs
 from proxy.engines.vllm_forms import read_parts
 from proxy.sessions.forest import encode_ids
-from proxy.settings import ProxySettings
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
 TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
@@ -152,20 +150,3 @@ def test_prompt_ids_that_are_no_ids_are_refused(array):
     """The text of the ids is stored without being decoded first."""
     with pytest.raises(msgspec.ValidationError):
         read(b'{"choices":[],"prompt_token_ids":%b}' % array)
-
-
-def test_the_longest_usual_reply_fits_into_the_default_limit_of_bytes():
-    """131,072 tokens, each with 20 alternatives of three Chinese characters and a logprob of 17 digits, as a stream."""
-    token = {"token": "\u7684\u4e00\u662f", "logprob": -12.375001907348633, "bytes": [231, 154, 132] * 3}
-    chunk = {
-        "id": "chatcmpl-" + "a" * 32,
-        "object": "chat.completion.chunk",
-        "created": 1750000000,
-        "model": "organisation/a-long-name-of-a-model",
-        "choices": [
-            {"index": 0, "delta": {"content": "\u7684\u4e00\u662f"}, "finish_reason": None, "token_ids": [151000]}
-        ],
-    }
-    chunk["choices"][0]["logprobs"] = {"content": [{**token, "top_logprobs": [token] * 20}]}
-    event = b"data: " + orjson.dumps(chunk) + b"\n\n"
-    assert 131_072 * len(event) < ProxySettings().max_reply_bytes

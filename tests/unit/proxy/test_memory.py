@@ -65,20 +65,6 @@ def test_sessions_above_the_limit_are_dropped_and_the_least_recent_first():
     assert cache.num_bytes == sessions[0].num_bytes + sessions[2].num_bytes
 
 
-def test_turns_of_a_session_count_and_those_of_a_dropped_session_do_not():
-    """The only session is kept although it is too large; the next one replaces it."""
-    cache = LiveSessions(10, 0, 10**6)
-    first = live(cache, "a")
-    turn = added(cache, first, "1")
-    assert cache.num_bytes == first.num_bytes > LiveSession(first.session).num_bytes
-    second = live(cache, "b")
-    assert (len(cache), cache.num_bytes, turn.tokens) == (1, second.num_bytes, None)
-    added(cache, first, "2")
-    assert cache.num_bytes == second.num_bytes
-    cache.clear()
-    assert (len(cache), cache.num_bytes) == (0, 0)
-
-
 def test_the_turns_of_a_chain_share_the_tokens_of_their_ancestors():
     """Nine turns of ten ids each fit into nine times the memory of ten ids, though the last one has 90 ids."""
     cache = LiveSessions(10, 10**6, 9 * SIZE)

@@ -114,26 +114,6 @@ def test_a_sessions_only_chain_is_the_main_agents_whatever_it_asks_for():
     assert role_of(call_of(TITLES, USER), TurnForest()) == (Role.MAIN, "first_chain")
 
 
-def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
-    forest = TurnForest()
-    stored(forest, "title", call_of(TITLES, USER))
-    main = stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
-    assert main.role is Role.MAIN
-    assert corrections(main, forest, conversation_of(call_of(CODER, USER))) == [
-        (["title"], (Role.SIDE, "asks_for_title"))
-    ]
-
-
-def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_call():
-    forest = TurnForest()
-    stored(forest, "main", call_of(CODER, USER))
-    sub = stored(forest, "sub", call_of(USER, agent_id="a1"))
-    on = call_of(USER, {"role": "assistant", "content": "ok"}, USER)
-    assert role_of(on, forest, sub) == (Role.SUB_AGENT, "extends")
-    compact = call_of(USER, {"role": "user", "content": "Create a detailed summary: compact the conversation so far."})
-    assert role_of(compact, forest, sub) == (Role.SIDE, "compaction_prompt")
-
-
 def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
     """It is marked once the other attempt is continued. Concurrent attempts are separate samples."""
     forest = TurnForest()

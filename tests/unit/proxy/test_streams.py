@@ -196,21 +196,6 @@ def test_any_cut_gives_the_same_events(line_end: bytes, cuts: list[int]):
     assert not b"".join(buffer.pending)
 
 
-def test_comments_and_windows_line_ends_are_parsed_and_incomplete_data_is_kept():
-    buffer = sse.EventBuffer()
-    events = buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y")
-    assert events == [b"x"]
-    assert b"".join(buffer.pending) == b"data: y"
-    assert sse.EventBuffer().feed(b"data: x\r\n\r\ndata: y\n\n") == [b"x", b"y"]
-
-
-def test_a_stream_is_written_as_it_is_read():
-    verbatim = sse.Verbatim()
-    written = verbatim.chunks(EVENTS[:2]) + verbatim.done() + verbatim.error(b'{"error": {}}')
-    assert sse.EventBuffer().feed(written) == [*EVENTS, b'{"error": {}}']
-    assert sse.named_event("ping", {"n": 1}) == b'event: ping\ndata: {"type":"ping","n":1}\n\n'
-
-
 OBJECTS = [(1, 2.5, ["text", b"bytes"]), {"key": None}, "x" * 3000]
 
 

@@ -142,18 +142,6 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     assert (nobodys.reward, nobodys.by_task, nobodys.dropped, nobodys.metrics) == (None, {}, {}, {"kl": 0.5})
 
 
-def test_the_newest_updates_are_listed_oldest_first(database):
-    for number in range(1, 4):
-        add_judged(database, f"a{number}", f"g{number}", "t", "mine", 1.0)
-        add_judged(database, f"b{number}", f"g{number}", "t", "mine", 0.0)
-        claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-        update = update_record(number, num_sessions=2, num_tokens=8)
-        with database.write() as connection:
-            claims.ack(connection, claimed, update)
-    with database.read() as connection:
-        assert [each.update_id for each in summarise_updates(connection, "mine", limit=2)] == [2, 3]
-
-
 async def test_a_large_tenant_is_counted_again_after_a_second_for_every_rows_per_second(database):
     """Two sessions in two groups are four rows: at one row a second they are counted every four seconds."""
     now = 100.0

@@ -1,13 +1,11 @@
 """The parent of several workers passes changes on, and says when all workers that serve have applied them."""
 
 import asyncio
-import signal
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from proxy.settings import ProxySettings
 from proxy.workers.parent import _Worker, _Workers
@@ -110,25 +108,3 @@ async def test_a_starting_worker_applies_the_changes_since_its_start():
         await asyncio.wait_for(is_last.wait(), 60)
         peers.close()
     assert applied == [LOADED.change, KeysChanged()]
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("has_read", [True, False], ids=["read", "unread"])
-def test_a_worker_stops_when_its_parent_ends_with_or_without_having_read_its_messages(new_loop, has_read):
-    """What a dead process has not read resets the socket instead of ending it."""
-
-    async def run() -> None:
-        stopped = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-        parent, link = socket.socketpair()
-        with link:
-            peers = Peers(link)
-            await peers.connect(lambda _: asyncio.sleep(0))
-            peers.announce(WorkerReady())
-            if has_read:
-                parent.recv(1 << 16)
-            parent.close()
-            await asyncio.wait_for(stopped.wait(), 60)
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(run())
