@@ -110,7 +110,7 @@ def test_a_workflow_that_is_not_multithread_safe_is_refused():
             return False
 
     class Holder(Chat):
-        env = Unsafe()
+        _env = Unsafe()
 
     engine = AgentWorkflowEngine(Holder, {}, RolloutEngine(), n_parallel_tasks=1)
     with pytest.raises(InvalidRequest, match="multithread-safe"):

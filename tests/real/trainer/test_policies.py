@@ -57,26 +57,6 @@ def reports(db):
         return {each.trainer_id: (each.state, each.text) for each in trainer_statuses(conn)}
 
 
-def test_two_policies_get_the_weights_of_two_trainers_of_their_own_and_take_turns(tmp_path, model, ledger):
-    """Bit for bit: nothing of one policy's tensors, moments or random numbers reaches another's."""
-    other = new_policy(ledger, "other")
-    for policy_id in (0, other):
-        play(ledger, model, policy_id)
-    states = train_policies(settings_for(tmp_path, model))
-    assert states[0].policy is states[other].policy
-    assert updates(ledger) == [(0, 1), (other, 2), (0, 3), (other, 4)]
-    for policy_id, numbers in ((0, (1, 3)), (other, (2, 4))):
-        directory = tmp_path / f"alone {policy_id}"
-        directory.mkdir()
-        alone = new_database(directory / "ledger.db")
-        Rollouts(alone, load_model(model)).play(f"of {policy_id}", num_groups=6, seed=policy_id)
-        train(settings_for(directory, model))
-        for number, version in enumerate(numbers, 1):
-            assert are_equal(adapter(alone, number), adapter(ledger, version))
-        alone.close()
-    assert not are_equal(adapter(ledger, 3), adapter(ledger, 4))
-
-
 def play_together(db, model, other, *, stored):
     """Play six groups of four sessions: the policy of the session in each, another one in the first three of a group.
 
@@ -117,10 +97,14 @@ def play_together(db, model, other, *, stored):
 
 
 def test_two_policies_of_the_same_sessions_get_the_weights_of_two_that_share_none(tmp_path, model, ledger):
-    """Bit for bit: each is trained from its own turns, with the rewards of the sessions in which it has sampled."""
+    """Bit for bit: each is trained from its own turns, with the rewards of the sessions in which it has sampled.
+
+    Nothing of one policy's tensors, moments or random numbers reaches another's.
+    """
     other = new_policy(ledger, "other")
     play_together(ledger, model, other, stored={0, other})
-    train_policies(settings_for(tmp_path, model))
+    states = train_policies(settings_for(tmp_path, model))
+    assert states[0].policy is states[other].policy
     assert updates(ledger) == [(0, 1), (other, 2), (0, 3), (other, 4)]
     for policy_id, numbers in ((0, (1, 3)), (other, (2, 4))):
         directory = tmp_path / f"alone {policy_id}"

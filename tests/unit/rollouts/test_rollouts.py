@@ -188,15 +188,6 @@ def result(task_id: str) -> RunResult:
     )
 
 
-def test_results_are_read_again_under_the_same_name(tmp_path):
-    with Results(tmp_path, {"command": ["a"]}) as results:
-        results.add(result("t1"))
-        name = results.name
-    with Results(tmp_path, {"command": ["a"]}) as results:
-        assert results.finished == {(0, "train", "t1", 0): result("t1")}
-        assert results.name == name
-
-
 def test_a_line_that_a_kill_truncated_is_dropped_and_later_lines_are_intact(tmp_path):
     with Results(tmp_path, {}) as results:
         results.add(result("t1"))

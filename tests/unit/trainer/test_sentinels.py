@@ -1,13 +1,11 @@
 """Sentinels name a planted hack with its numbers and three sessions, and let honest changes pass."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from support.ledger_samples import add_finished, add_session, finish, make_turn
-from support.waiting import wait_until
 
 from trainer.checks import sentinels
 from trainer.checks.sentinels import alarms
@@ -117,20 +115,6 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
     assert held == alarm
 
 
-def test_a_trainer_that_a_sentinel_has_stopped_claims_nothing_and_says_so(database, monkeypatch):
-    add_finished(database)
-    with database.write() as conn:
-        versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
-        serving.activate_version(conn, 0)
-    monkeypatch.setattr(sentinels, "check", lambda *_: "sentinel 'questions' is beyond its bound")
-    source = Claims(database, TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2}))
-    with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(source.next, NOW)
-        wait_until(lambda: "blocked" in states(database), "the trainer is blocked")
-        source.close()
-        assert taken.result() is None
-
-
 @pytest.mark.parametrize("pin", [False, True])
 def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_else(database, monkeypatch, *, pin):
     """The version is undone while no trainer runs; the next one reads in the ledger what was undone."""
@@ -150,6 +134,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
     stopped = Claims(database, rule, update_ids=UpdateIds())
     assert stopped.next(NOW, seconds=0) is None
+    assert states(database) == ["blocked"]
     stopped.close()
     with database.write() as conn:
         serving.choose_version(conn, 0, pin=pin)

@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -62,12 +60,6 @@ class Env(BaseEnv):
     @staticmethod
     def is_multithread_safe():
         return True
-
-
-class UnsafeEnv(Env):
-    @staticmethod
-    def is_multithread_safe():
-        return False
 
 
 def step(reward=0.0, content="x"):
@@ -152,14 +144,6 @@ def test_an_episode_that_run_returns_is_not_touched():
     assert episode is own
     assert (episode.id, episode.termination_reason, episode.metrics) == ("mine", None, {})
     assert episode.trajectories[0].reward == 0.0
-
-
-@pytest.mark.parametrize("reason", list(TerminationReason))
-def test_an_event_ends_the_episode_for_its_reason(reason):
-    episode = run(workflow(ending=ending_in(TerminationEvent(reason)), rewards=(1.0, 2.0)))
-    assert episode.termination_reason is reason
-    assert len(episode.trajectories[0].steps) == 2
-    assert episode.info["error"] is None
 
 
 def test_a_timeout_keeps_the_steps():
@@ -328,20 +312,6 @@ def test_reset_clears_commits_resets_agents_and_passes_the_task_to_environments(
     assert made.agent.trajectory.task == {"q": 2}
     assert made.env.tasks == [{"q": 1}, {"q": 2}]
     assert made._env.tasks == []
-
-
-def test_one_unsafe_environment_makes_the_workflow_unsafe():
-    made = workflow()
-    assert made.is_multithread_safe()
-    made._env = UnsafeEnv()
-    assert not made.is_multithread_safe()
-
-
-def test_blocking_calls_run_in_the_executor():
-    with ThreadPoolExecutor(1, thread_name_prefix="pool") as executor:
-        made = Scripted(RolloutEngine(), executor)
-        call = made.run_in_executor(lambda a, b: (a, b, threading.current_thread().name), 1, b=2)
-        assert asyncio.run(call) == (1, 2, "pool_0")
 
 
 def test_a_trajectory_is_cumulative_when_each_conversation_begins_with_the_one_before():
