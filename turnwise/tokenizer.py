@@ -231,7 +231,9 @@ def shape_conversation(messages: Sequence[Json], content_format: ContentFormat, 
         ValueError: a content is neither text nor a list of parts.
     """
     conversation = [_shape_message(message, content_format) for message in messages]
-    return conversation if has_developer else _merge_system(conversation)
+    if has_developer or not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    return _merge_system(conversation)
 
 
 def _shape_message(message: Json, content_format: ContentFormat) -> Json:
@@ -290,8 +292,6 @@ def _call_with_parsed_arguments(call: Json) -> Json:
 
 def _merge_system(conversation: list[Json]) -> list[Json]:
     """Turn developer messages into one system message at the front, as vLLM does for templates that know none."""
-    if not any(message["role"] == "developer" for message in conversation):
-        return conversation
     system = [m for m in conversation if m["role"] in ("developer", "system")]
     texts = [
         m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"])

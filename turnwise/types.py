@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -89,8 +90,7 @@ def number_of(value: Any, name: str) -> float | None:
     return found
 
 
-def utc_now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
+utc_now = functools.partial(datetime.datetime.now, datetime.UTC)
 
 
 class SessionStatus(enum.StrEnum):

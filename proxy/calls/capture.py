@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import re
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,7 @@ import msgspec
 import numpy as np
 
 from proxy.calls.retries import Attempt
-from proxy.dialects import sse
-from proxy.dialects.base import SAMPLED_ENDS, SENT, Call, Captured, Choice
+from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import NOT_A_COMPLETION, Lane
 from proxy.sessions.forest import KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
@@ -39,6 +39,7 @@ MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "func
 """Fields of a reply that are stored."""
 CHOICES = b'"choices"'
 """Present in every chunk of a completion; an event without it is an error."""
+DATA = re.compile(rb"^data: (.*)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +76,28 @@ class Running:
         return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
 
 
+class EventBuffer:
+    """Splits a stream of server-sent events, which the network may split anywhere, after its last complete line."""
+
+    def __init__(self) -> None:
+        self.pending: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; return the data of the events that are now complete, without their other fields.
+
+        Bytes that end no line are only kept: the event of a long prompt arrives in many parts.
+        """
+        if b"\n" not in data:
+            self.pending.append(data)
+            return []
+        received = b"".join([*self.pending, data]) if self.pending else data
+        if b"\r" in received:
+            received = received.replace(b"\r\n", b"\n")
+        lines, _, rest = received.rpartition(b"\n")
+        self.pending = [rest] if rest else []
+        return DATA.findall(lines)
+
+
 def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
     """Capture the events of a stream that arrived together; return the events for the client.
 
@@ -84,7 +107,7 @@ def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
         EngineUnavailable: one is not a chunk of a completion.
     """
     call, captured, place, encoder = running.call, running.captured, running.place, running.call.encoder
-    is_over = events[-1:] == [sse.DONE]
+    is_over = events[-1:] == [DONE]
     chunks = events[:-1] if is_over else events
     try:
         encoded = encoder.chunks(lane.read_reply(chunks, captured, call, place)) if chunks else b""
@@ -140,7 +163,6 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         call, place.parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
     )
     images = _placed_images(call, place, captured) if call.images else None
-    unsampled = _unsampled_reason(running, has_places=images is not None)
     turns: list[NewTurn] = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
@@ -165,8 +187,8 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             turn.images = images if turn.parent_turn_id is None else images[len(place.places) :] or None
         if call.images and not turns:
             turn.media = _media_of(call, turn)
-        unplanned = None if index < call.num_choices else "unplanned_choice"
-        turn.outcome, turn.reason = _outcome(turn, place, unplanned or unsampled, aborted=aborted)
+        has_places, is_planned = images is not None, index < call.num_choices
+        turn.outcome, turn.reason = _outcome(running, turn, aborted, is_planned=is_planned, has_places=has_places)
         if call.idempotency_key is not None and aborted is None and choice.finish_reason in SAMPLED_ENDS:
             # Not of a reply that was cut off: a retry of it samples again.
             turn.request_key, turn.request_digest = running.attempt.stored_key(index), running.attempt.digest
@@ -259,32 +281,26 @@ def is_expanded(sent: TokenIds, found: TokenIds, places: Sequence[tuple[int, int
     return not rest and len(targets) == 1 and np.array_equal(found[end:], sent[end_sent:])
 
 
-def _unsampled_reason(running: Running, *, has_places: bool) -> str | None:
-    call, asked = running.call, "" if running.lane is None else running.lane.model
-    if asked and not running.captured.models <= {asked}:
-        return "another_model"
-    if call.body.get("use_beam_search"):
-        return "beam_search"
-    if call.has_other_media:
-        return "media"
-    return "image_places_unknown" if call.images and not has_places else None
-
-
 def _outcome(
-    turn: NewTurn, place: CallPlace, unsampled: str | None, *, aborted: str | None
+    running: Running, turn: NewTurn, aborted: str | None, *, is_planned: bool, has_places: bool
 ) -> tuple[Outcome, str | None]:
     """Return the outcome of a turn, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
         return Outcome.ABORTED, aborted
-    if not turn.prompt_length:
-        return Outcome.UNTRAINABLE, "no_prompt_ids"
-    if not len(turn.token_ids):
-        return Outcome.UNTRAINABLE, "no_token_ids"
-    if unsampled is not None:
-        return Outcome.UNTRAINABLE, unsampled
-    if turn.finish_reason not in SAMPLED_ENDS:
-        known = turn.finish_reason in CUT_OFF_ENDS
-        return Outcome.UNTRAINABLE, f"engine_{turn.finish_reason}" if known else "engine_cut_off"
+    call, place, end = running.call, running.place, turn.finish_reason
+    asked = "" if running.lane is None else running.lane.model
+    for reason, applies in (
+        ("no_prompt_ids", not turn.prompt_length),
+        ("no_token_ids", not len(turn.token_ids)),
+        ("unplanned_choice", not is_planned),
+        ("another_model", asked and not running.captured.models <= {asked}),
+        ("beam_search", call.body.get("use_beam_search")),
+        ("media", call.has_other_media),
+        ("image_places_unknown", call.images and not has_places),
+        (f"engine_{end}" if end in CUT_OFF_ENDS else "engine_cut_off", end not in SAMPLED_ENDS),
+    ):
+        if applies:
+            return Outcome.UNTRAINABLE, reason
     if place.prompt is not None and turn.parent_turn_id is None:
         return Outcome.RETOKENISED, "echo_differs"
     # The conversation contains replies, and no stored tokens are used for them.

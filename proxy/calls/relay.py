@@ -15,9 +15,8 @@ from typing import Any
 
 from proxy.auth import Principal
 from proxy.calls import capture
-from proxy.calls.capture import Running, take_events
+from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.calls.retries import Attempt, Retries
-from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.engines.engine import Lane
 from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
@@ -213,7 +212,7 @@ class Relay:
         Raises:
             Disconnected: the stream has no end.
         """
-        held, num_bytes, buffer = b"", 0, sse.EventBuffer()
+        held, num_bytes, buffer = b"", 0, EventBuffer()
         while data := await answer.next_part():
             running.version_last = lane.sampled_version
             num_bytes += len(data)

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from proxy.dialects import sse
-from proxy.dialects.base import ENDED, CallKey, call_key, call_part
+from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, CallKey, call_key, call_part
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
@@ -104,8 +103,8 @@ def joined(block: Block) -> Block:
 class BlockEncoder(abc.ABC):
     """Writes the events of a streamed reply: its start, each block's opening, growth and closing, and its end."""
 
-    content_type = sse.CONTENT_TYPE
-    keep_alive = sse.COMMENT
+    content_type = EVENT_STREAM
+    keep_alive = COMMENT
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None

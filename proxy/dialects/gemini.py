@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
-from proxy.dialects import sse
-from proxy.dialects.base import ENDED, Action, Call, WireRoute
+from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, Action, Call, WireRoute, event
 from proxy.dialects.blocks import Assembler, Block, blocks_of, counts_of, embedded, own_id, read_error
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini_request import chat_body, num_signatures, read, read_object
@@ -147,8 +146,8 @@ class GeminiEncoder:
         thinking = read_object(read_object(request, "generationConfig"), "thinkingConfig")
         self._shows_thoughts = bool(read(thinking, "includeThoughts"))
         self._as_events = request.get("alt") == "sse"
-        self.keep_alive = sse.COMMENT if self._as_events else b"\n"
-        self.content_type = sse.CONTENT_TYPE if self._as_events else "application/json; charset=UTF-8"
+        self.keep_alive = COMMENT if self._as_events else b"\n"
+        self.content_type = EVENT_STREAM if self._as_events else "application/json; charset=UTF-8"
         self._field = field
         self._num_written = 0
         self._head: Json = {}
@@ -236,7 +235,7 @@ class GeminiEncoder:
     def _write(self, response: Json) -> bytes:
         self._num_written += 1
         if self._as_events:
-            return sse.event(orjson.dumps(response))
+            return event(orjson.dumps(response))
         return (b"[" if self._num_written == 1 else b",\r\n") + orjson.dumps(response)
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
-from proxy.dialects.base import MESSAGES, SAMPLED_ENDS, STREAM, Action, Call, WireRoute
+from proxy.dialects.base import MESSAGES, SAMPLED_ENDS, STREAM, Action, Call, WireRoute, named_event
 from proxy.dialects.blocks import (
     Block,
     BlockEncoder,
@@ -35,7 +35,6 @@ from proxy.dialects.blocks import (
     stream_and_prefill,
 )
 from proxy.dialects.chat import ChatCompletions, check_kinds
-from proxy.dialects.sse import named_event
 from turnwise.errors import EngineUnavailable, InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute
+from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute, named_event
 from proxy.dialects.blocks import (
     Block,
     BlockEncoder,
@@ -39,7 +39,6 @@ from proxy.dialects.response_items import (
     reply_blocks,
     resolved,
 )
-from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView

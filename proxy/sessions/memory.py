@@ -143,15 +143,14 @@ class LiveSessions:
         """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
         for turn in turns:
             forest = live.forest if turn.policy_id is None else live.forest_of(turn.policy_id)
-            self.keep_tokens(live, forest.add(turn))
+            self.keep_tokens(live, forest, forest.add(turn))
         if self.find(live.key) is live:
             self.put(live)
 
-    def keep_tokens(self, live: LiveSession, turn: KnownTurn) -> None:
+    def keep_tokens(self, live: LiveSession, forest: TurnForest, turn: KnownTurn) -> None:
         """Count the tokens of a turn, without those that it shares with its parent; drop those of other sessions."""
         if turn.tokens is None or self.find(live.key) is not live:
             return
-        forest = live.forest if turn.policy_id is None else live.forest_of(turn.policy_id)
         parent = forest.by_id.get(turn.parent_turn_id or "")
         shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
         live.token_bytes += turn.tokens.num_bytes - shared
@@ -273,7 +272,7 @@ class SessionCache(LiveSessions):
         """Read the prompt and sampled ids of a turn, which have left the memory; None if they are not stored."""
         if (ids := await self._database.fetch(conversations.full_tokens, turn.turn_id)) is not None:
             turn.tokens = encode_ids(ids)
-            self.keep_tokens(live, turn)
+            self.keep_tokens(live, live.forest_of(turn.policy_id), turn)
         return turn.tokens
 
     async def _store(self, session: Session) -> tuple[Session, bool]:

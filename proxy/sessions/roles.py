@@ -41,9 +41,6 @@ class TextPattern:
     """Lower-case words: a text without any of them does not match, and a search for words takes little time."""
     pattern: re.Pattern[str]
 
-    def is_in(self, *texts: str) -> bool:
-        return any(_asks_for(self, text) for text in texts)
-
 
 @functools.lru_cache(MAX_SEARCHED)
 def _asks_for(asked: TextPattern, text: str) -> bool:
@@ -126,7 +123,7 @@ def find_role(
             session of its own.
     """
     if parent is not None:
-        if COMPACTION.is_in(_last_text(call.messages)):
+        if _asks_for(COMPACTION, _last_text(call.messages)):
             return Role.SIDE, COMPACTION_PROMPT
         return continued_role(parent, forest), "extends"
     if call.agent_id is not None:
@@ -135,7 +132,7 @@ def find_role(
     task, system_digest = root
     if not forest.agent_roots:
         is_compaction = not is_named and task == "asks_for_summary"
-        is_shipped = is_compaction and SHIPPED.is_in(*_asked_texts(call.messages))
+        is_shipped = is_compaction and any(_asks_for(SHIPPED, text) for text in _asked_texts(call.messages))
         return (Role.SIDE, "asks_for_summary") if is_shipped else (Role.MAIN, "first_chain")
     if task is not None:
         return Role.SIDE, task
@@ -221,11 +218,11 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
         texts = (_last_text(messages),) if tools else _asked_texts(messages)
-        return "asks_for_summary" if COMPACTION.is_in(*texts) else None
+        return "asks_for_summary" if any(_asks_for(COMPACTION, text) for text in texts) else None
     if tools:
         return None
     texts = _asked_texts(messages)
-    return next((name for name, pattern in TASKS.items() if pattern.is_in(*texts)), None)
+    return next((name for name, asked in TASKS.items() if any(_asks_for(asked, text) for text in texts)), None)
 
 
 def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS) -> str:

@@ -236,7 +236,8 @@ class ChatTemplate:
         """
         continued = _printed(continued)
         messages, replied, keep_thinking = continued.messages, continued.replied, continued.keep_thinking
-        whole = self._rendered(continued, generate=True)
+        render = functools.partial(self.render, tools=continued.tools, arguments=continued.arguments)
+        whole = render(messages, generate=True)
         marked = _with_marker(continued)
         closing = self._after_marker(marked._replace(messages=marked.messages[: replied + 1]), generate=False)
         end, after = self._split_at_end(self._after_marker(marked, generate=True), closing, continued)
@@ -244,12 +245,12 @@ class ChatTemplate:
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
         # The text before the reply must be the text that the reply was sampled after.
-        before = self._rendered(continued._replace(messages=messages[:replied]), generate=True)
+        before = render(messages[:replied], generate=True)
         thinking_shown = keep_thinking or continued.reasoning.strip() in whole[len(before) : reply_end]
         if not (whole.startswith(before) and len(before) <= reply_end and thinking_shown):
-            plain = continued._replace(messages=[_without_thinking(message) for message in messages])
-            history = self._rendered(plain._replace(messages=plain.messages[:replied]), generate=False)
-            if not self._rendered(plain, generate=True).startswith(history):
+            plain = [_without_thinking(message) for message in messages]
+            history = render(plain[:replied], generate=False)
+            if not render(plain, generate=True).startswith(history):
                 raise Unsafe("template_unsafe")
             if not keep_thinking:
                 raise Unsafe("thinking_stripped")
@@ -259,15 +260,12 @@ class ChatTemplate:
                 self._closings[closing_key] = closing
         return ids
 
-    def _rendered(self, continued: Continued, *, generate: bool) -> str:
-        return self.render(continued.messages, continued.tools, continued.arguments, generate=generate)
-
     def _tokenise(self, continued: Continued, end: str, after: str) -> TokenIds:
         """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one.
 
         The text is tokenised with that token before it: some tokenizers treat the start of a text differently.
         """
-        ids = self.tokenise(end + after)
+        ids: list[int] = self._tokenizer.encode(end + after, add_special_tokens=False)
         if end:
             if ids[:1] != [continued.last_token]:
                 raise Unsafe("tokenizer_differs")
@@ -275,7 +273,8 @@ class ChatTemplate:
         return np.asarray(ids, np.int32)
 
     def _after_marker(self, marked: Continued, *, generate: bool) -> str:
-        _, found, rest = self._rendered(marked, generate=generate).rpartition(MARKER)
+        text = self.render(marked.messages, marked.tools, marked.arguments, generate=generate)
+        _, found, rest = text.rpartition(MARKER)
         if not found:
             raise Unsafe("template_unsafe")
         return rest
@@ -289,20 +288,21 @@ class ChatTemplate:
             continued: the conversation; where its reply calls tools, sampled syntax stands between content and end.
         """
         end = self._ends.get(continued.last_token)
+        shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
         if end is not None:
-            at = _last_common(closing, rest, end)
+            at = shared.rfind(end)
             # Some templates have no closing: the token that opens the next message is what ends the turn.
-            if at is None and end not in closing and rest.startswith(closing + end):
+            if at < 0 and end not in closing and rest.startswith(closing + end):
                 at = len(closing)
-            if at is None:
+            if at < 0:
                 raise Unsafe("template_unsafe")
             return end, rest[at + len(end) :]
         if not continued.messages[continued.replied].get("tool_calls"):
             return "", rest
-        found = [at for end in self._ends.values() if (at := _last_common(closing, rest, end)) is not None]
-        if not found:
+        at = max((shared.rfind(end) for end in self._ends.values()), default=-1)
+        if at < 0:
             raise Unsafe("template_unsafe")
-        return "", rest[max(found) :]
+        return "", rest[at:]
 
 
 class EngineTemplate(ChatTemplate):
@@ -346,13 +346,6 @@ def _without_thinking(message: Json) -> Json:
     if "reasoning" not in message and "reasoning_content" not in message:
         return message
     return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
-
-
-def _last_common(closing: str, rest: str, end: str) -> int | None:
-    """Return the last position of `end` in the common prefix of both texts; None without one."""
-    shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
-    at = shared.rfind(end)
-    return None if at < 0 else at
 
 
 def marks_of(source: str) -> tuple[str, ...] | None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from proxy.dialects.base import read_logprobs, read_supports
+from proxy.dialects.logprobs import read_logprobs, read_supports
 from proxy.fault import FaultPoints
 from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing

@@ -50,11 +50,6 @@ class ServingState(NamedTuple):
         return None if self.pinned is None else self.pinned.version
 
     @property
-    def served(self) -> PolicyVersion | None:
-        """The version that sessions in no arm sample with; None for the engine's own model."""
-        return self.active or self.base
-
-    @property
     def in_use(self) -> set[int]:
         return {each.version for each in (self.active, self.canary, self.holdout, self.base) if each is not None}
 

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from proxy.dialects.base import SENT, Captured, read_logprobs
+from proxy.dialects.base import SENT, Captured
+from proxy.dialects.logprobs import read_logprobs
 from proxy.engines.vllm_forms import read_parts
 from proxy.sessions.forest import encode_ids
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from proxy.dialects.base import read_supports
+from proxy.dialects.logprobs import read_supports
 from turnwise.engine_plugin.supports import FIELD, support_text, to_text
 from turnwise.support import support_json
 

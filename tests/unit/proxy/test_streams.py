@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from starlette.types import Message, Send
 from support.conversations import conversation_of
 
-from proxy.calls.capture import Running, take_events
+from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.calls.retries import Attempt
-from proxy.dialects import sse
-from proxy.dialects.base import Dialect, read_logprobs
+from proxy.dialects.base import Dialect, event
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini import Gemini
+from proxy.dialects.logprobs import read_logprobs
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.engine import Engine, Lane
@@ -142,9 +142,9 @@ def test_a_stream_gives_the_same_reply_however_it_is_cut(
 ) -> None:
     """The expected reply is that of events which arrive one by one."""
     plain, lane = running(dialect(), body)
-    expected = b"".join(take_events(sse.EventBuffer().feed(event), plain, lane) for event in events)
+    expected = b"".join(take_events(EventBuffer().feed(event), plain, lane) for event in events)
     cut, lane = running(dialect(), body)
-    buffer, stream, found = sse.EventBuffer(), b"".join(events), b""
+    buffer, stream, found = EventBuffer(), b"".join(events), b""
     for size in [*cuts, len(stream)]:
         part, stream = stream[:size], stream[size:]
         found += take_events(buffer.feed(part), cut, lane)
@@ -187,8 +187,8 @@ EVENTS = [b'{"a": 1}', '{"text": "ž\\n"}'.encode(), b"[DONE]"]
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 @given(cuts=st.lists(st.integers(min_value=1, max_value=60), max_size=8))
 def test_any_cut_gives_the_same_events(line_end: bytes, cuts: list[int]):
-    stream = b"".join(map(sse.event, EVENTS)).replace(b"\n", line_end)
-    buffer, found, at = sse.EventBuffer(), [], 0
+    stream = b"".join(map(event, EVENTS)).replace(b"\n", line_end)
+    buffer, found, at = EventBuffer(), [], 0
     for size in [*cuts, len(stream)]:
         found += buffer.feed(stream[at : at + size])
         at += size
