@@ -1,9 +1,9 @@
-"""Calls to one server, over aiohttp's connections, requests and responses: what an engine's calls need beside them.
+"""Calls to one server, over aiohttp's connections: what an engine's calls need beside them.
 
 aiohttp keeps the connections and reads HTTP. The rules of this proxy are here. A request is sent again only if the
 server had closed a kept connection before the request arrived. A silence counts while a reader waits. And the calls on
 a server that is gone end together. aiohttp's session is not used: its cookies, redirects and traces, of which no call
-needs one, take a fifth of a whole reply's CPU.
+needs one, take a fifth of a whole reply's CPU. Nor are its requests: they send head and body in two packets.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import dataclasses
 import errno
 import functools
 import math
+import re
 import socket
 import ssl
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import SecretStr
 from yarl import URL
 
@@ -40,7 +43,9 @@ BUFFERED_BYTES = 1 << 20
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors of a process, or a machine, that has too many open files."""
 MAX_PREPARED = 64
-"""Routes whose request is kept, to be sent as copies."""
+"""Routes whose first lines are kept."""
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""Characters that no header may have: a line feed would begin another one."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Longest answer of a control route."""
 KEEP_ALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
@@ -89,7 +94,8 @@ class Answer:
         """When its reader began to wait for more of it; infinite while the reader does something else."""
         self._error: Disconnected | None = None
         """Why this side has ended the answer."""
-        self._response: aiohttp.ClientResponse | None = None
+        self._connection: aiohttp.connector.Connection | None = None
+        self._content: aiohttp.StreamReader | None = None
         self._opening: asyncio.Task[Any] | None = None
         """The task that waits for the head."""
         self._timer = self._loop.call_later(patience, self._check)
@@ -101,8 +107,8 @@ class Answer:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         self._client.running.discard(self)
-        if self._response is not None and not self._response.closed:  # closed: its body is complete
-            self._response.close()
+        if self._connection is not None:
+            self._connection.close()  # does nothing if the body is complete, which has released it
 
     @property
     def num_seconds(self) -> float:
@@ -130,10 +136,10 @@ class Answer:
         Raises:
             Disconnected: the connection broke.
         """
-        assert self._response is not None, "an answer has its head when its caller gets it"
+        assert self._content is not None, "an answer has its head when its caller gets it"
         self._waiting_since = self._loop.time()
         try:
-            part = await self._response.content.readany()
+            part = await self._content.readany()
         except aiohttp.ClientError as error:
             raise (self._error or _broken(error)) from error
         finally:
@@ -141,49 +147,48 @@ class Answer:
         self._client.heard_at = self._loop.time()
         return part
 
-    async def open(self, request: aiohttp.ClientRequest, body: bytes) -> None:
-        """Send the head of a request and its body, and wait for the head of its answer.
+    async def open(self, target: aiohttp.ClientRequest, head: bytes, body: bytes) -> None:
+        """Send a request to a target, and wait for the head of its answer.
 
         Raises:
             aiohttp.ClientError, OSError: the connection was not opened, or broke.
-            Disconnected: this side has ended the wait.
+            Disconnected: this side has ended the wait, or the answer is not HTTP.
         """
         self._opening = task = asyncio.current_task()
         assert task is not None, "a task sends the request"
         num_cancelled = task.cancelling()
         _opening.set(self)
         try:
-            connection = await self._client.connect(request)
-            assert connection.protocol is not None
-            assert connection.transport is not None
-            connection.protocol.set_response_params(
-                read_until_eof=True, auto_decompress=False, read_bufsize=BUFFERED_BYTES // 2
-            )
-            try:
-                self._response = response = await request.send(connection)
-                if body:  # not given to aiohttp, which would start a task for it
-                    connection.transport.write(body)
-                await response.start(connection)
-            except BaseException:
-                connection.close()
-                raise
+            connection = self._connection = await self._client.connect(target)
+            protocol, transport = connection.protocol, connection.transport
+            if protocol is None or transport is None or transport.is_closing():
+                raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+            protocol.set_response_params(read_until_eof=True, auto_decompress=False, read_bufsize=BUFFERED_BYTES // 2)
+            transport.writelines((head, body))
+            message, content = await protocol.read()
+            while 100 <= message.code < 200 and message.code != HTTPStatus.SWITCHING_PROTOCOLS:
+                message, content = await protocol.read()
+        except HttpProcessingError as error:
+            raise Disconnected(f"its answer is not valid HTTP: {error.message}") from error
         except asyncio.CancelledError:
             if self._error is None or task.uncancel() > num_cancelled:  # its caller is cancelled
                 raise
             raise self._error from None
         finally:
             self._opening, self._waiting_since = None, math.inf
-        self.status = response.status
-        self.content_type = response.headers.get("content-type", "")
+        self.status, self._content = message.code, content
+        self.content_type = message.headers.get("content-type", "")
         self._client.heard_at = self._loop.time()
+        content.on_eof(connection.release)
 
     def fail(self, error: Disconnected) -> None:
         """End the answer: its reader gets the error."""
         self._error = self._error or error
         if self._opening is not None:
             self._opening.cancel()
-        elif self._response is not None:
-            self._response.close()
+        elif self._connection is not None and self._content is not None:
+            self._content.set_exception(aiohttp.ClientConnectionError("Connection closed"))
+            self._connection.close()
 
     def _check(self, is_second: bool = False) -> None:
         """Fail the request if the server has been silent for too long while its answer is waited for."""
@@ -254,11 +259,20 @@ class HttpClient:
             NotConnected: no connection could be opened.
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
-        own_headers = {**(headers or {}), "content-length": str(len(body))} if body else headers or {}
+        fields = dict(self._headers)
+        if body:
+            fields["content-length"] = str(len(body))
+        elif method != "GET":
+            fields["Content-Length"] = "0"
+        fields |= headers or {}
+        if CONTROL.search("".join(fields.values())) is not None:
+            raise NotConnected("a header of the request has a control character")
+        lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
         for is_last in (False, True):
             answer = Answer(self, silence_seconds or self._silence_seconds)
             try:
-                await answer.open(self._prepared(method, path).with_headers(own_headers), body)
+                target, first_lines = self._prepared(method, path)
+                await answer.open(target, f"{first_lines}{lines}\r\n".encode(), body)
                 break
             except BaseException as error:
                 with answer:
@@ -276,14 +290,11 @@ class HttpClient:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
 
-    def _prepare(self, method: str, path: str) -> _Request:
-        return _Request(
-            method,
-            URL(self._base + path, encoded=True),
-            headers=self._headers,
-            loop=asyncio.get_running_loop(),
-            ssl=True if self._tls is None else self._tls,
-        )
+    def _prepare(self, method: str, path: str) -> tuple[aiohttp.ClientRequest, str]:
+        """Return what aiohttp opens a connection for, and the lines of a request that name its target."""
+        url, tls = URL(self._base + path, encoded=True), True if self._tls is None else self._tls
+        target = aiohttp.ClientRequest(method, url, loop=asyncio.get_running_loop(), ssl=tls)
+        return target, f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {target.headers['host']}\r\n"
 
     def _translated(self, error: Exception) -> Disconnected:
         match error:
@@ -322,21 +333,6 @@ class HttpClient:
             answer.fail(Disconnected(reason))
 
 
-class _Request(aiohttp.ClientRequest):
-    """A request with the given headers only."""
-
-    def update_auto_headers(self, skip_auto_headers: object) -> None:
-        pass
-
-    def with_headers(self, headers: Mapping[str, str]) -> _Request:
-        """Return a copy with more headers, in a quarter of the time in which a request is made."""
-        copied = _Request.__new__(_Request)
-        copied.__dict__ |= self.__dict__
-        copied.headers = self.headers.copy()
-        copied.headers.update(headers)
-        return copied
-
-
 _opening: contextvars.ContextVar[Answer] = contextvars.ContextVar("_opening")
 """The request that this task sends; aiohttp does not tell whether it reuses a connection."""
 
@@ -363,8 +359,6 @@ def _may_be_stale(answer: Answer, error: Exception) -> bool:
 
 
 def _broken(error: Exception) -> Disconnected:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return Disconnected(f"its answer is not valid HTTP: {error.message}")
     if isinstance(error, aiohttp.ClientOSError):
         return Disconnected(str(error))
     return Disconnected("the server closed the connection")

@@ -242,7 +242,7 @@ def test_tcp_probes_a_silent_connection_so_that_a_vanished_host_is_noticed():
     async def connect() -> None:
         async with serving(answering(OK[:-1])) as (_, client):
             with await client.request("GET", "/", b"", {}) as answer:
-                transport = answer._response.connection.transport
+                transport = answer._connection.transport
                 with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as same:
                     assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
                     assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
