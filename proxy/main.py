@@ -19,7 +19,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.http.connections import LimitedHttp
-from proxy.routes.data_plane import DataPlane
+from proxy.routes.data_plane import data_plane
 from proxy.routes.edge import Edge
 from proxy.services import running_services
 from proxy.settings import ProxySettings
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
                     self._affinity = SessionAffinity(
                         worker.metrics_directory, worker.number, settings.workers, count=metrics.handed_over.inc
                     )
-                edge = Edge(DataPlane(create_app(services), services), services)
+                edge = Edge(data_plane(create_app(services), services), services)
                 self.config.app = edge
                 self.config.http = functools.partial(  # type: ignore[assignment]  # uvicorn only calls it
                     LimitedHttp,

@@ -241,7 +241,7 @@ async def running_services(
         ActivityRecorder(services.pool, services.writer, services.metrics).run(),
         services.sweeper.run(),
         _refresh_gauges(services.metrics),
-        return_freed_memory(lambda: services.sessions.num_bytes_read),
+        return_freed_memory(lambda: services.sessions.conversations.num_bytes_read),
     ]
     tasks = [asyncio.create_task(each) for each in background]
     try:

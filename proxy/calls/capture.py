@@ -76,11 +76,11 @@ class Running:
         return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
 
 
+@dataclasses.dataclass(slots=True)
 class EventBuffer:
     """Splits a stream of server-sent events, which the network may split anywhere, after its last complete line."""
 
-    def __init__(self) -> None:
-        self.pending: list[bytes] = []
+    pending: list[bytes] = dataclasses.field(default_factory=list)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the data of the events that are now complete, without their other fields.

@@ -446,10 +446,6 @@ class Engine:
             await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
         self.adapters.pop(version, None)
 
-    @property
-    def may_have_lora(self) -> bool:
-        return self.has_lora or bool(self.adapters)
-
     async def sample(self, call: Call, place: CallPlace, model: str, headers: dict[str, str]) -> Answer:
         """Send a call to a served model, so that its reply has all that capture needs.
 
@@ -471,7 +467,7 @@ class Engine:
         make = functools.partial(request, call, place, returns_routing=self.returns_routing, support=support)
         body = await asyncio.to_thread(make) if call.images else make()
         body["model"] = model
-        if self.may_have_lora:
+        if self.has_lora or self.adapters:
             reject_prompt_logprobs(body)
         return await self.post(call.dialect.engine_route, dumps(body), headers)
 

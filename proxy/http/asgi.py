@@ -111,39 +111,9 @@ async def parse_object(raw: bytes, **limits: int) -> Json:
         TooLarge: it exceeds one of the limits.
     """
     num_strings = await check_limits(raw, **limits)
-    if len(raw) > DECODED_HERE_BYTES or num_strings > DECODED_HERE_STRINGS:
-        return await asyncio.to_thread(decode_by_items, raw)
-    return decode_object(raw)
-
-
-def decode_by_items(raw: bytes) -> Json:
-    """Decode a JSON object and the items of its arrays one by one: other threads run between them.
-
-    Raises:
-        InvalidRequest: it is not JSON, or not an object.
-    """
+    is_long = len(raw) > DECODED_HERE_BYTES or num_strings > DECODED_HERE_STRINGS
     try:
-        return {name: _decode_array(value) for name, value in _fields.decode(raw).items()}
-    except (msgspec.DecodeError, orjson.JSONDecodeError):
-        return decode_object(raw)  # names the error
-
-
-def _decode_array(value: msgspec.Raw) -> Any:
-    """Decode a value; the items of an array that consists of objects one by one."""
-    text = bytes(value)
-    if not text.startswith(b"[") or not text[1:].lstrip().startswith(b"{"):
-        return loads(text)
-    return [loads(item) for item in _items.decode(text)]
-
-
-def decode_object(raw: bytes) -> Json:
-    """Decode a JSON object whose nesting has been checked.
-
-    Raises:
-        InvalidRequest: it is not JSON, or not an object.
-    """
-    try:
-        decoded = loads(raw)
+        decoded = await asyncio.to_thread(decode_by_items, raw) if is_long else loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(
             f"the request body is not JSON: {error}; send a JSON object", code="invalid_json"
@@ -153,6 +123,26 @@ def decode_object(raw: bytes) -> Json:
             f"the request body must be a JSON object, not {type(decoded).__name__}", code="invalid_json"
         )
     return decoded
+
+
+def decode_by_items(raw: bytes) -> Any:
+    """Decode a JSON object and the items of its arrays one by one: other threads run between them.
+
+    Raises:
+        orjson.JSONDecodeError: it is not JSON.
+    """
+    try:
+        return {name: _decode_array(value) for name, value in _fields.decode(raw).items()}
+    except (msgspec.DecodeError, orjson.JSONDecodeError):
+        return loads(raw)  # names the error, or is no object
+
+
+def _decode_array(value: msgspec.Raw) -> Any:
+    """Decode a value; the items of an array that consists of objects one by one."""
+    text = bytes(value)
+    if not text.startswith(b"[") or not text[1:].lstrip().startswith(b"{"):
+        return loads(text)
+    return [loads(item) for item in _items.decode(text)]
 
 
 async def check_limits(

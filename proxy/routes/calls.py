@@ -1,4 +1,4 @@
-"""The endpoint that samples, for every dialect, and the replies of all endpoints: whole, streamed, or an error.
+"""The data plane: which endpoint serves a request, the one that samples, and the replies of all, errors included.
 
 It is plain ASGI rather than FastAPI: this is the hot path, the engine validates the body, and a disconnected client
 must be noticed at once.
@@ -12,10 +12,11 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
+from starlette.routing import Route, compile_path
 from starlette.types import Receive, Scope, Send
 
 from proxy.auth import OPEN, Principal
@@ -23,7 +24,7 @@ from proxy.calls.capture import Running
 from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
 from proxy.dialects.base import Call, Dialect, WireRoute
-from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES
+from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES, SESSION_PREFIX
 from proxy.engines.engine import Engine
 from proxy.http import problems
 from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, read_body, send_whole
@@ -37,6 +38,8 @@ from turnwise.errors import TurnwiseError
 from turnwise.store import consent
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -329,3 +332,45 @@ class SampleEndpoint(Endpoint):
 def query_of(scope: Scope) -> dict[str, str]:
     raw: bytes = scope["query_string"]
     return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
+
+
+class DataPlane:
+    """Serves all routes of the data plane, with and without the session's prefix, and passes other requests to the app.
+
+    An endpoint is found by one dictionary lookup; the framework would try all routes one by one.
+    """
+
+    def __init__(self, app: FastAPI, served: Sequence[tuple[WireRoute, Endpoint]]) -> None:
+        self._app = app
+        self._exact: dict[tuple[str, str], Endpoint] = {}
+        self._patterns: list[tuple[str, re.Pattern[str], Endpoint]] = []
+        for route, endpoint in served:
+            if "{" in route.path:
+                # The framework's own pattern matches no line feed, which a client may send as `%0A`.
+                pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
+                self._patterns.append((route.method, pattern, endpoint))
+            else:
+                self._exact[route.method, route.path] = endpoint
+        app.router.routes[:0] = [
+            Route(prefix + route.path, endpoint, methods=[route.method])
+            for route, endpoint in served
+            for prefix in ("", SESSION_PREFIX)
+        ]
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Call the endpoint of a request, with the path's parameters in its scope; the app for another route."""
+        path, method, params = scope["path"], scope["method"], {}
+        if path.startswith("//"):  # of a base URL with a slash at its end
+            path = scope["path"] = "/" + path.lstrip("/")
+            scope["raw_path"] = b"/" + scope.get("raw_path", path.encode()).lstrip(b"/")
+        if path.startswith("/sessions/"):
+            session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
+            path, params = slash + rest, {"session_id": session_id}
+        if endpoint := self._exact.get((method, path)):
+            scope["path_params"] = params
+            return endpoint(scope, receive, send)
+        for served_method, pattern, endpoint in self._patterns:
+            if method == served_method and (match := pattern.match(path)):
+                scope["path_params"] = {**match.groupdict(), **params}
+                return endpoint(scope, receive, send)
+        return self._app(scope, receive, send)

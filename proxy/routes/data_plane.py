@@ -1,15 +1,12 @@
-"""The data plane: the routes of all registered dialects, each also under `/sessions/{session_id}`."""
+"""The routes of all registered dialects, each also under `/sessions/{session_id}`, and the endpoints beside calls."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 import orjson
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.routing import Route, compile_path
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
 from proxy.calls.resuming import read_turns
@@ -19,7 +16,7 @@ from proxy.engines.http_client import Disconnected
 from proxy.engines.vllm_forms import data_urls
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
-from proxy.routes.calls import Endpoint, ReplySender, SampleEndpoint, query_of
+from proxy.routes.calls import DataPlane, Endpoint, ReplySender, SampleEndpoint, query_of
 from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify
 from turnwise.errors import EngineUnavailable, NotFound
@@ -174,50 +171,13 @@ class Upstream(Endpoint):
         await reply.whole(content, status=answer.status, content_type=content_type)
 
 
-class DataPlane:
-    """Serves all routes of the data plane, with and without the session's prefix, and passes other requests to the app.
-
-    An endpoint is found by one dictionary lookup; the framework would try all routes one by one.
-    """
-
-    def __init__(self, app: FastAPI, services: Services) -> None:
-        self._app = app
-        self._exact: dict[tuple[str, str], ASGIApp] = {}
-        self._patterns: list[tuple[str, re.Pattern[str], ASGIApp]] = []
-        register_url_convertor("model", ModelConvertor())
-        served = [
-            (route, ENDPOINTS[route.action](services, dialect, route))
-            for dialect in registry.DIALECTS
-            for route in dialect.routes
-        ]
-        served += [(route, Upstream(services, registry.DIALECTS[0], route)) for route in UPSTREAM_ROUTES]
-        for route, endpoint in served:
-            if "{" in route.path:
-                # The framework's own pattern matches no line feed, which a client may send as `%0A`.
-                pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
-                self._patterns.append((route.method, pattern, endpoint))
-            else:
-                self._exact[route.method, route.path] = endpoint
-        app.router.routes[:0] = [
-            Route(prefix + route.path, endpoint, methods=[route.method])
-            for route, endpoint in served
-            for prefix in ("", registry.SESSION_PREFIX)
-        ]
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Call the endpoint of a request, with the path's parameters in its scope; the app for another route."""
-        path, method, params = scope["path"], scope["method"], {}
-        if path.startswith("//"):  # of a base URL with a slash at its end
-            path = scope["path"] = "/" + path.lstrip("/")
-            scope["raw_path"] = b"/" + scope.get("raw_path", path.encode()).lstrip(b"/")
-        if path.startswith("/sessions/"):
-            session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
-            path, params = slash + rest, {"session_id": session_id}
-        if endpoint := self._exact.get((method, path)):
-            scope["path_params"] = params
-            return endpoint(scope, receive, send)
-        for served_method, pattern, endpoint in self._patterns:
-            if method == served_method and (match := pattern.match(path)):
-                scope["path_params"] = {**match.groupdict(), **params}
-                return endpoint(scope, receive, send)
-        return self._app(scope, receive, send)
+def data_plane(app: FastAPI, services: Services) -> DataPlane:
+    """Return what serves the routes of the data plane; it passes other requests to the app."""
+    register_url_convertor("model", ModelConvertor())
+    served: list[tuple[WireRoute, Endpoint]] = [
+        (route, ENDPOINTS[route.action](services, dialect, route))
+        for dialect in registry.DIALECTS
+        for route in dialect.routes
+    ]
+    served += [(route, Upstream(services, registry.DIALECTS[0], route)) for route in UPSTREAM_ROUTES]
+    return DataPlane(app, served)

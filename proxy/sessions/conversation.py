@@ -26,6 +26,7 @@ import cachetools
 import orjson
 from blake3 import blake3
 
+from proxy.auth import Principal
 from proxy.dialects.base import Call, template_arguments
 from proxy.dialects.chat import is_readable, with_readable_arguments
 from turnwise.json_text import dumps, json_object, loads, unify_numbers
@@ -42,6 +43,8 @@ MESSAGE_BYTES = 210
 """Memory of the digests and the kind of one message, roughly."""
 TAIL_BYTES = 48
 """Bytes at the end of a text that are compared before the text is hashed."""
+LONG_BYTES = 64 * 2**10
+"""Messages of a call that leaves much freed memory."""
 MAX_COMPARED = 256
 """Conversations of one owner that are kept, the newest ones."""
 MAX_HASHED = 4
@@ -130,6 +133,48 @@ class Conversations(cachetools.FIFOCache[Owner, tuple[ConversationDigests, ...]]
         super().__init__(
             max_bytes, lambda kept: sum(CONVERSATION_BYTES + len(each.full) * MESSAGE_BYTES for each in kept)
         )
+        self.num_bytes_read = 0
+        """Bytes of the messages of long calls, which leave much freed memory."""
+
+    async def read(self, call: Call, principal: Principal, fields: frozenset[str]) -> ConversationDigests:
+        """Encode a call's messages for the engine, digest those that no earlier call of the owner had, and keep both.
+
+        Args:
+            call: the call; its `messages_json` is set.
+            principal: its caller.
+            fields: what the template prints beside the text.
+        """
+        if call.session_id is not None:
+            owner = principal.tenant, "session", call.session_id, b""
+        else:
+            asked = next((each for each in call.messages if each.get("role") not in SYSTEM_ROLES), {})
+            owner = principal.tenant, "key", principal.key_id, message_digest(asked)
+        pieces, since = [], time.perf_counter()
+        for start in range(0, len(call.messages), SLICE_MESSAGES):
+            pieces.append(dumps(with_readable_arguments(call.messages[start : start + SLICE_MESSAGES])))
+            if time.perf_counter() - since > HELD_SECONDS:
+                since = await _let_others_run()
+        text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)
+        call.messages_json = text
+        self.num_bytes_read += len(text) if len(text) >= LONG_BYTES else 0
+        earlier, hashed = self.find(owner, text)
+        conversation = ConversationDigests(context_digest(call.tools, template_arguments(call.body)), fields)
+        if earlier is not None:
+            conversation.num_old_bytes, conversation.kinds = earlier.num_bytes, earlier.kinds
+            if (earlier.context, earlier.fields) == (conversation.context, fields):
+                conversation.full, conversation.messages = earlier.full[:], earlier.messages[:]
+                conversation.dialogue, conversation.replies = earlier.dialogue[:], earlier.replies[:]
+                conversation.num_replied = earlier.num_replied
+        for start in range(len(conversation.full), len(call.messages), SLICE_MESSAGES):
+            conversation.extend(call.messages[start : start + SLICE_MESSAGES])
+            if time.perf_counter() - since > HELD_SECONDS:
+                since = await _let_others_run()
+        conversation.num_bytes = end = len(text) - 1
+        new_text = memoryview(text)[conversation.num_old_bytes : end]
+        conversation.digest = hashed.update(new_text).digest(LONG_DIGEST_BYTES)
+        conversation.tail = text[max(0, end - TAIL_BYTES) : end]
+        self.keep(owner, conversation, earlier)
+        return conversation
 
     def find(self, owner: Owner, text: bytes) -> tuple[ConversationDigests | None, blake3]:
         """Return the owner's longest conversation that a JSON array of messages begins with, and the hash of it."""
@@ -152,43 +197,6 @@ class Conversations(cachetools.FIFOCache[Owner, tuple[ConversationDigests, ...]]
             with contextlib.suppress(ValueError):  # these alone are too long
                 self[owner] = kept
                 return
-
-
-async def read_conversation(
-    call: Call, fields: frozenset[str], conversations: Conversations, owner: Owner
-) -> ConversationDigests:
-    """Encode the messages of a call for the engine, digest those that no earlier call of the owner had, and keep both.
-
-    Args:
-        call: the call; its `messages_json` is set.
-        fields: what the template prints beside the text.
-        conversations: those of earlier calls.
-        owner: whose calls these are.
-    """
-    pieces, since = [], time.perf_counter()
-    for start in range(0, len(call.messages), SLICE_MESSAGES):
-        pieces.append(dumps(with_readable_arguments(call.messages[start : start + SLICE_MESSAGES])))
-        if time.perf_counter() - since > HELD_SECONDS:
-            since = await _let_others_run()
-    text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)
-    call.messages_json = text
-    earlier, hashed = conversations.find(owner, text)
-    conversation = ConversationDigests(context_digest(call.tools, template_arguments(call.body)), fields)
-    if earlier is not None:
-        conversation.num_old_bytes, conversation.kinds = earlier.num_bytes, earlier.kinds
-        if (earlier.context, earlier.fields) == (conversation.context, fields):
-            conversation.full, conversation.messages = earlier.full[:], earlier.messages[:]
-            conversation.dialogue, conversation.replies = earlier.dialogue[:], earlier.replies[:]
-            conversation.num_replied = earlier.num_replied
-    for start in range(len(conversation.full), len(call.messages), SLICE_MESSAGES):
-        conversation.extend(call.messages[start : start + SLICE_MESSAGES])
-        if time.perf_counter() - since > HELD_SECONDS:
-            since = await _let_others_run()
-    conversation.num_bytes = end = len(text) - 1
-    conversation.digest = hashed.update(memoryview(text)[conversation.num_old_bytes : end]).digest(LONG_DIGEST_BYTES)
-    conversation.tail = text[max(0, end - TAIL_BYTES) : end]
-    conversations.keep(owner, conversation, earlier)
-    return conversation
 
 
 async def _let_others_run() -> float:

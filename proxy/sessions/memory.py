@@ -354,7 +354,7 @@ def known_turn(
     role = turn.role or Role.MAIN
     if turn.role_reason == COMPACTION_PROMPT and parent is not None and parent.role is not Role.RETRY:
         role = parent.role  # a side call does not change the role of its chain
-    started_at = turn.created_at.timestamp()
+    started_at, calls = turn.created_at.timestamp(), turn.response.get("tool_calls")
     return KnownTurn(
         turn_id=turn.turn_id,
         policy_id=turn.policy_id,
@@ -366,12 +366,12 @@ def known_turn(
         dialogue_digest=turn.dialogue_digest,
         prompt_digest=prompt_digest,
         reasoning=turn.response.get("reasoning") or "",
-        call_ids=tuple(tool_call_ids(turn.response)),
-        arguments=argument_digests(turn.response),
+        call_ids=tuple(tool_call_ids(turn.response)) if calls else (),
+        arguments=argument_digests(turn.response) if calls else frozenset(),
         reply_digest=reply_digest(turn.response),
         is_aborted=turn.outcome is Outcome.ABORTED,
         is_truncated=turn.sampling.get(TRUNCATION) is not None,
-        is_empty=not turn.response.get("tool_calls") and not canonical_content(turn.response.get("content")),
+        is_empty=not calls and not canonical_content(turn.response.get("content")),
         role=role,
         side_task=side_task,
         system_digest=system_digest,

@@ -26,12 +26,9 @@ from proxy.metrics import Metrics
 from proxy.sessions.conversation import (
     CALL_TEXT,
     NO_FIELDS,
-    SYSTEM_ROLES,
     ConversationDigests,
     Conversations,
     context_digest,
-    message_digest,
-    read_conversation,
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
@@ -46,8 +43,6 @@ from turnwise.store import conversations, rewards
 from turnwise.store.database import Database
 from turnwise.types import Session, SessionStatus, Split, TokenIds, image_digests
 
-LONG_BYTES = 64 * 2**10
-"""Messages of a call that leaves much freed memory."""
 RENDERED_HERE = 4 * 2**10
 """Bytes of messages that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
 NO_IDS = np.empty(0, np.int32)
@@ -113,8 +108,7 @@ class Sessions:
         self._is_shared = settings.workers > 1
         """Whether calls of a session may reach other processes in its course."""
         self._inferred = InferredSessions(self.cache, database, settings, self._reserved)
-        self._conversations = Conversations(settings.request_cache_bytes)
-        self.num_bytes_read = 0
+        self.conversations = Conversations(settings.request_cache_bytes)
         self.learn_template(None)
 
     async def find(self, call: Call, principal: Principal, request: bytes = b"") -> CallPlace:
@@ -172,7 +166,7 @@ class Sessions:
         if searched is None or (
             is_pinned and searched.context != context_digest(call.tools, template_arguments(call.body))
         ):
-            searched = await self._read(call, principal)
+            searched = await self.conversations.read(call, principal, self.cache.fields_read)
         return CallPlace(live, session, forest, searched, inferred_by)
 
     async def _open_next(self, over: LiveSession, call: Call, key_id: str) -> LiveSession:
@@ -201,18 +195,7 @@ class Sessions:
         self.cache.fields_read = fields | {CALL_TEXT} if self._settings.call_text == "ignore" else fields
         self.cache.clear()
         self._inferred.clear()
-        self._conversations.clear()
-
-    async def _read(self, call: Call, principal: Principal) -> ConversationDigests:
-        if call.session_id is not None:
-            owner = principal.tenant, "session", call.session_id, b""
-        else:
-            asked = next((each for each in call.messages if each.get("role") not in SYSTEM_ROLES), {})
-            owner = principal.tenant, "key", principal.key_id, message_digest(asked)
-        conversation = await read_conversation(call, self.cache.fields_read, self._conversations, owner)
-        if len(call.messages_json) >= LONG_BYTES:
-            self.num_bytes_read += len(call.messages_json)
-        return conversation
+        self.conversations.clear()
 
     async def _read_to_search(self, call: Call, principal: Principal, caller: Caller) -> ConversationDigests:
         """Read a call's conversation as its turn has it in a session without pins of its own; the call stays as it is.
@@ -220,11 +203,11 @@ class Sessions:
         A call that names no session is looked for by it, before its session is known.
         """
         if not self._settings.sampling_pins:
-            return await self._read(call, principal)
+            return await self.conversations.read(call, principal, self.cache.fields_read)
         asked = call.body
         call.body = asked | self.cache.pins.pinned(_opened_by_call("", caller, call), principal.root_key_id)
         try:
-            return await self._read(call, principal)
+            return await self.conversations.read(call, principal, self.cache.fields_read)
         finally:
             call.body = asked
 

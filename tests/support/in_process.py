@@ -15,7 +15,7 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.app import create_app
 from proxy.http.connections import CLOSING, LEFT
-from proxy.routes.data_plane import DataPlane
+from proxy.routes.data_plane import data_plane
 from proxy.services import running_services
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Peers
@@ -38,7 +38,7 @@ def in_process_proxy(
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             nonlocal app
             async with running_services(given, Peers(), None) as services:
-                app = wrap(DataPlane(create_app(services), services))
+                app = wrap(data_plane(create_app(services), services))
                 yield
 
         around = Starlette(lifespan=lifespan)

@@ -5,13 +5,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from support.conversations import conversation_of
 
+from proxy.dialects.chat import ChatCompletions
 from proxy.engines.activity import MAX_WAITING, ActivityRecorder
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane, adapter_name, adapter_version
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
-from turnwise.errors import StoreError
+from proxy.sessions.memory import LiveSession
+from proxy.sessions.place import CallPlace
+from turnwise.errors import InvalidRequest, StoreError
 from turnwise.store.database import Database
 from turnwise.store.processes import Activity
 from turnwise.types import PolicyVersion, Session
@@ -108,10 +112,11 @@ def test_an_adapters_name_and_its_version_are_one_to_one():
 
 async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     """Without the probe there is no other way to detect it."""
-    engine = pool.engines[0]
-    assert not engine.may_have_lora
+    engine, live = pool.engines[0], LiveSession(SESSIONS[0])
     engine.adapters[3] = Lane(engine, 3, adapter_name(3))
-    assert engine.may_have_lora
+    call = ChatCompletions().parse({"echo": True}, max_choices=1, max_messages=1)
+    with pytest.raises(InvalidRequest, match="LoRA"):
+        await engine.sample(call, CallPlace(live, live.session, live.forest, conversation_of(call)), "", {})
 
 
 async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):

@@ -8,6 +8,7 @@ import orjson
 import pytest
 from support.conversations import digest_history
 
+from proxy.auth import Principal
 from proxy.dialects import registry
 from proxy.dialects.base import Dialect
 from proxy.dialects.chat import ChatCompletions
@@ -15,9 +16,7 @@ from proxy.sessions.conversation import (
     NO_FIELDS,
     ConversationDigests,
     Conversations,
-    Owner,
     message_digest,
-    read_conversation,
 )
 from proxy.sessions.forest import PIECE_BYTES, EncodedIds, KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession, LiveSessions
@@ -93,9 +92,13 @@ TEXTS = [f"text {number} {'x' * 50}" for number in range(300)]
 ROLES = ["assistant" if number % 2 else "user" for number in range(300)]
 
 
-def read_chat(messages: list[Json], conversations: Conversations, owner: Owner = OWNER) -> ConversationDigests:
+CALLER = Principal(tenant="tenant", role="agent", key_id="k", root_key_id="k")
+
+
+def read_chat(messages: list[Json], conversations: Conversations, session_id: str = "s") -> ConversationDigests:
     call = ChatCompletions().parse({"messages": messages}, max_choices=1, max_messages=99)
-    return asyncio.run(read_conversation(call, NO_FIELDS, conversations, owner))
+    call.session_id = session_id
+    return asyncio.run(conversations.read(call, CALLER, NO_FIELDS))
 
 
 def kept() -> Conversations:
@@ -158,7 +161,7 @@ def test_the_conversations_of_the_owner_that_called_first_are_dropped_above_the_
     """Each takes 1,200 bytes and 210 for each of two messages: 4,000 bytes hold two."""
     conversations = Conversations(4_000)
     for name in "abc":
-        read_chat(FIRST, conversations, ("tenant", "session", name, b""))
+        read_chat(FIRST, conversations, name)
     assert [name for *_, name, _ in conversations] == ["b", "c"]
     read_chat(FIRST * 8, conversations)  # too long to be kept
     assert len(conversations) == 2
@@ -193,7 +196,8 @@ def test_every_dialect_digests_only_the_messages_that_are_new(dialect, monkeypat
 
     def read(num_messages: int, conversations: Conversations) -> tuple[ConversationDigests, bytes, list[Json]]:
         call = dialect.parse(body_of(dialect, num_messages), max_choices=1, max_messages=10_000)
-        found = asyncio.run(read_conversation(call, NO_FIELDS, conversations, OWNER))
+        call.session_id = "s"
+        found = asyncio.run(conversations.read(call, CALLER, NO_FIELDS))
         return found, call.messages_json, call.messages
 
     monkeypatch.setattr("proxy.sessions.conversation.message_digest", digest)
