@@ -70,11 +70,6 @@ class Running:
     root: Root | None = None
     """What a call without a parent shows about its chain; None until its turns are built."""
 
-    @property
-    def is_finished(self) -> bool:
-        choices = self.captured.choices.values()
-        return len(choices) >= self.call.num_choices and all(each.finish_reason is not None for each in choices)
-
 
 @dataclasses.dataclass(slots=True)
 class EventBuffer:

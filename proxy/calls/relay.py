@@ -212,18 +212,21 @@ class Relay:
         Raises:
             Disconnected: the stream has no end.
         """
-        held, num_bytes, buffer = b"", 0, EventBuffer()
+        held, num_bytes, buffer, is_finished = b"", 0, EventBuffer(), False
+        choices = running.captured.choices.values()
         while data := await answer.next_part():
             running.version_last = lane.sampled_version
             num_bytes += len(data)
             if num_bytes > self._max_reply_bytes:
                 raise AnswerTooLong(self._max_reply_bytes)
             held += take_events(buffer.feed(data), running, lane)
-            if held and not running.is_finished:
+            has_all = len(choices) >= running.call.num_choices
+            is_finished = has_all and all(each.finish_reason is not None for each in choices)
+            if held and not is_finished:
                 running.has_sent, encoded, held = True, held, b""
                 await send(encoded)
                 self._faults.point("mid_stream")
-        if buffer.pending or not running.is_finished:
+        if buffer.pending or not is_finished:
             raise Disconnected
         return held
 

@@ -250,7 +250,8 @@ class SampleEndpoint(Endpoint):
         if call.previous_turn_id is not None or call.conversation_id is not None:
             await resume(services.database, call, principal)
         attempt = attempt_of(call, principal, digest, admission.left)
-        earlier = await services.retries.find(attempt, call)
+        may_be_retry = is_marked or call.idempotency_key is not None
+        earlier = await services.retries.find(attempt, call) if may_be_retry else None
         if earlier is not None:
             return earlier
         services.retries.begin(attempt)

@@ -218,7 +218,7 @@ class ChatTemplate:
             known = self._closings.get(key)
         if known is not None:
             try:
-                rest = self._after_marker(_with_marker(_printed(short)), generate=True)
+                rest = self._after_reply(short, generate=True)
                 return self._tokenise(short, *self._split_at_end(rest, known, short))
             except Unsafe:
                 pass  # the check of the whole decides
@@ -234,13 +234,14 @@ class ChatTemplate:
         Raises:
             Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
         """
-        continued = _printed(continued)
         messages, replied, keep_thinking = continued.messages, continued.replied, continued.keep_thinking
+        if keep_thinking:
+            messages = [_without_thinking(message) for message in messages]
+            continued = continued._replace(messages=messages)
         render = functools.partial(self.render, tools=continued.tools, arguments=continued.arguments)
         whole = render(messages, generate=True)
-        marked = _with_marker(continued)
-        closing = self._after_marker(marked._replace(messages=marked.messages[: replied + 1]), generate=False)
-        end, after = self._split_at_end(self._after_marker(marked, generate=True), closing, continued)
+        closing = self._after_reply(continued._replace(messages=messages[: replied + 1]), generate=False)
+        end, after = self._split_at_end(self._after_reply(continued, generate=True), closing, continued)
         if not whole.endswith(end + after):
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
@@ -272,8 +273,19 @@ class ChatTemplate:
             ids = ids[1:]
         return np.asarray(ids, np.int32)
 
-    def _after_marker(self, marked: Continued, *, generate: bool) -> str:
-        text = self.render(marked.messages, marked.tools, marked.arguments, generate=generate)
+    def _after_reply(self, continued: Continued, *, generate: bool) -> str:
+        """Return the text after the reply, with a marker as the last part of the reply that the template prints."""
+        messages, replied = continued.messages, continued.replied
+        if continued.keep_thinking:  # without it, because a template may drop it
+            messages = [_without_thinking(message) for message in messages]
+        reply = messages[replied]
+        if reply.get("tool_calls"):
+            marked = copy.deepcopy(reply)
+            marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
+        else:
+            marked = {**_without_thinking(reply), "content": MARKER}
+        shown = [*messages[:replied], marked, *messages[replied + 1 :]]
+        text = self.render(shown, continued.tools, continued.arguments, generate=generate)
         _, found, rest = text.rpartition(MARKER)
         if not found:
             raise Unsafe("template_unsafe")
@@ -321,25 +333,6 @@ class EngineTemplate(ChatTemplate):
             return self.text_of(self._ask(request | ({"tools": tools} if tools else {})))
         except EngineError as error:
             raise Unsafe("template_unsafe") from error
-
-
-def _with_marker(continued: Continued) -> Continued:
-    """Return the conversation with the marker as the last part that a template prints of the reply."""
-    messages, replied = continued.messages, continued.replied
-    reply = messages[replied]
-    if reply.get("tool_calls"):
-        marked = copy.deepcopy(reply)
-        marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
-    else:
-        marked = {**_without_thinking(reply), "content": MARKER}
-    return continued._replace(messages=[*messages[:replied], marked, *messages[replied + 1 :]])
-
-
-def _printed(continued: Continued) -> Continued:
-    """Return the conversation without the thinking that its template may drop."""
-    if not continued.keep_thinking:
-        return continued
-    return continued._replace(messages=[_without_thinking(message) for message in continued.messages])
 
 
 def _without_thinking(message: Json) -> Json:
