@@ -164,7 +164,7 @@ class Answer:
             if protocol is None or transport is None or transport.is_closing():
                 raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
             protocol.set_response_params(read_until_eof=True, auto_decompress=False, read_bufsize=BUFFERED_BYTES // 2)
-            transport.writelines((head, body))
+            transport.writelines((head, body) if body else (head,))  # a TLS transport writes no empty part
             message, content = await protocol.read()
             while 100 <= message.code < 200 and message.code != HTTPStatus.SWITCHING_PROTOCOLS:
                 message, content = await protocol.read()
