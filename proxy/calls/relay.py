@@ -274,7 +274,7 @@ class Relay:
             metrics.coalesced.inc()
             return False
         for turn in turns:
-            metrics.turns.labels(turn.outcome.value, turn.reason or "").inc()
+            metrics.turns.labels(turn.outcome, turn.reason or "").inc()
             metrics.turns_by_role.labels(turn.role).inc()
             metrics.tokens.labels("sampled").inc(len(turn.token_ids))
             if turn.sampling.get("temperature") == 0:

@@ -160,7 +160,8 @@ class Answer:
         _opening.set(self)
         try:
             connection = self._connection = await self._client.connect(target)
-            protocol, transport = connection.protocol, connection.transport
+            protocol = connection.protocol
+            transport = None if protocol is None else protocol.transport
             if protocol is None or transport is None or transport.is_closing():
                 raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
             protocol.set_response_params(read_until_eof=True, auto_decompress=False, read_bufsize=BUFFERED_BYTES // 2)
@@ -316,7 +317,8 @@ class HttpClient:
             self._connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_open_socket)
         while True:
             connection = await self._connector.connect(request, [], self._timeout)
-            if connection.transport is None or not connection.transport.get_write_buffer_size():
+            transport = connection.transport
+            if transport is None or not transport.get_write_buffer_size():
                 return connection
             connection.close()  # the server answered a request before it had read the body
 

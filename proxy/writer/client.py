@@ -133,7 +133,9 @@ class Writer:
         with span:
             stored = await self._submit(list(map(row_of, turns)))
         for turn, (_, outcome, reason, chain_id, routing_problem) in zip(turns, stored, strict=True):
-            turn.outcome, turn.reason, turn.chain_id = Outcome(outcome), reason, chain_id
+            if outcome != turn.outcome:
+                turn.outcome = Outcome(outcome)
+            turn.reason, turn.chain_id = reason, chain_id
             if routing_problem is not None:
                 self._metrics.unreadable_routing.labels(routing_problem.value).inc()
         first_id: str = stored[0][0]
