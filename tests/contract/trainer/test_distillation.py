@@ -145,11 +145,6 @@ def test_tasks_without_a_teacher_are_not_sent(serve, teachers):
     assert scores.unscored == {"without_teacher": 1}
 
 
-def test_a_teacher_that_nobody_serves_counts_as_unreachable(teachers):
-    unreachable = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), retry_seconds=0.0)
-    assert unreachable.score(batch_of(experience()), [0]).unscored == {"unreachable": 1}
-
-
 def test_a_teacher_that_answers_nothing_holds_up_a_batch_once_and_not_each_chain(serve, teachers, monkeypatch):
     """Six chains wait 5 s together, not 5 s each; so again in the next batch."""
     clock = [0.0]

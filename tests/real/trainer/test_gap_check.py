@@ -251,9 +251,3 @@ def test_sessions_without_routing_take_the_experts_of_the_trainer(directory):
         for replay in (True, False)
     )
     assert np.array_equal(with_replay, without)
-
-
-def test_routing_of_another_model_is_refused(directory):
-    found = routed_sessions(1, num_layers=1)
-    agent = PolicyAgent(loaded(directory), TrainerSettings())
-    assert agent.why_untrainable(found[0]).startswith("turns were routed to 2 experts in each of 1 layers")

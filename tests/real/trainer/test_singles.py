@@ -22,7 +22,7 @@ from turnwise.store.experiences import agent_digest
 from turnwise.store.rewards import add_rewards
 from turnwise.store.selection import SessionFilter
 from turnwise.store.sessions import list_sessions
-from turnwise.types import Reward, name_digest
+from turnwise.types import Reward
 
 NONE = np.empty(0)
 
@@ -155,10 +155,6 @@ def test_a_session_that_is_trained_again_is_not_its_own_baseline():
     again = selected([single("a", 1.0)], window, chosen="rloo")
     assert advantages_of(again) == {"a": [0.5]}
     assert sorted(row.value for row in moved_on(window, again.single_rows)) == [0.5, 1.0]
-
-
-def test_sessions_of_one_name_of_two_tenants_are_two_sessions_of_the_window():
-    assert name_digest(("a", "s")) != name_digest(("b", "s"))
 
 
 def test_the_window_keeps_the_latest_values_of_each_kind():

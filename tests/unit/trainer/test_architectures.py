@@ -241,6 +241,7 @@ def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog):
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        ("Qwen3", {"attention_dropout": 0.5}),
         ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5}),
         ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 5.0, "input_jitter_noise": 0.5}),
     ],
