@@ -81,36 +81,6 @@ def test_a_chat_with_tools_and_thinking_is_one_exact_chain(client, proxy, fake_e
     assert fake_engine.calls[-1].body["tools"][0]["function"]["parameters"]["properties"] == {"key": {"type": "string"}}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_automatic_calling_runs_a_function_only_with_arguments_that_were_sampled_to_the_end(
-    client, fake_engine, *, stream
-):
-    """The limit cuts the reply off at each of its tokens; a call without its arguments would run with the defaults."""
-    ran = []
-
-    def wipe(path: str = "/", force: bool = True) -> str:
-        """Wipe it."""
-        ran.append((path, force))
-        return "wiped"
-
-    call = ToolCall(name="wipe", arguments={"path": "/var/tmp/one", "force": False})
-    fake_engine.answer(Rule(reply=Reply(text="So.", tool_calls=[call]), contains="first"))
-    ask = client.models.generate_content_stream if stream else client.models.generate_content
-    limit = 0
-    while not ran:
-        limit += 1
-        assert limit < 200, "the whole call was never made"
-        config = types.GenerateContentConfig(tools=[wipe], max_output_tokens=limit)
-        replies = (
-            list(ask(model="fake", contents="first", config=config))
-            if stream
-            else [ask(model="fake", contents="first", config=config)]
-        )
-        assert replies[-1].candidates[0].finish_reason is not None
-    assert ran == [("/var/tmp/one", False)]
-    assert limit > 20
-
-
 def test_the_generation_config_becomes_the_engines_sampling_parameters(client, fake_engine):
     config = types.GenerateContentConfig(
         temperature=0.5,
