@@ -213,9 +213,7 @@ class Metrics:
             "turnwise_lost_log_lines",
             "Lines of the log on stderr that could not be written, or that its reader was too slow for",
         )
-        self.lost_spans = self._counter(
-            "turnwise_lost_spans", "OpenTelemetry spans that the collector did not take, or was too slow for"
-        )
+        self.lost_spans = self._counter("turnwise_lost_spans", "OpenTelemetry spans that the collector did not take")
         self.lost_activity = self._counter(
             "turnwise_lost_engine_activity_minutes",
             "Minutes of engines that are missing in the curve of their idle share, because the store did not answer",

@@ -1,6 +1,8 @@
 """OpenTelemetry spans, as a collector receives them over OTLP/HTTP."""
 
 import gzip
+import socket
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,6 +15,8 @@ from support.proxies import STOP_SECONDS
 from support.servers import serving
 from support.waiting import wait_until
 from turnwise_fake_engine import Fault, FaultKind
+
+from turnwise.telemetry import tracing
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -114,6 +118,18 @@ def test_calls_succeed_while_the_collector_is_unreachable(fake_engine, start_pro
     # The call's three spans, besides those of the requests that waited until the proxy was ready.
     wait_until(lambda: metric(proxy, "turnwise_lost_spans_total") >= 3, "the lost spans are counted")
     proxy.kill()  # its end would wait for the collector
+
+
+def test_a_collector_that_does_not_answer_delays_no_stop(monkeypatch):
+    """An export may take five seconds, and the SDK's own shutdown waits for 30."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracer = tracing.Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "test", lambda _: None)
+        context = tracer.begin(tracing.make_context("", ""), "GET", "/")
+        context.trace.end("GET /", 200)
+        monkeypatch.setattr(tracing, "COLLECTOR_SECONDS", 0.1)
+        started = time.monotonic()
+        tracer.close()
+        assert time.monotonic() - started < 4.0
 
 
 def sent(trace_id: str) -> dict[str, str]:

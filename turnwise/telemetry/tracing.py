@@ -4,7 +4,7 @@ The context of the running request is a context variable: log lines and the requ
 there, so that no function has to pass them on.
 
 The SDK is an optional dependency (`pip install 'turnwise[otel]'`). It is imported when a tracer is created; a
-process without one neither imports it nor spends time on spans. A thread exports spans in batches, over OTLP/HTTP.
+process without one neither imports it nor spends time on spans. Its thread exports spans in batches, over OTLP/HTTP.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import contextlib
 import contextvars
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import turnwise
 from turnwise.errors import SettingsError
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExportResult
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
 COLLECTOR_SECONDS = 5
+EXPORT_SECONDS = 1.0
 SAMPLED = "01"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -74,7 +78,7 @@ class Tracer:
     """Starts the spans of requests, and exports them to a collector."""
 
     def __init__(self, endpoint: str, service: str, count_lost: Callable[[int], None]) -> None:
-        """Start the exporting thread; `count_lost` is called with each number of lost spans, in any thread.
+        """Start the exporting thread; `count_lost` is called with each number of spans that the collector did not take.
 
         Raises:
             SettingsError: OpenTelemetry is not installed.
@@ -84,14 +88,21 @@ class Tracer:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
-
-            from turnwise.telemetry.span_export import CountingSpanProcessor
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
         except ImportError as error:
             raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install 'turnwise[otel]'`") from error
-        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=COLLECTOR_SECONDS)
+
+        class CountingExporter(OTLPSpanExporter):
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                result = super().export(spans)
+                if result is not SpanExportResult.SUCCESS:
+                    count_lost(len(spans))
+                return result
+
+        exporter = CountingExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=COLLECTOR_SECONDS)
         attributes = {"service.name": service, "service.version": turnwise.__version__}
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        self._provider.add_span_processor(CountingSpanProcessor(exporter, count_lost, COLLECTOR_SECONDS))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000 * EXPORT_SECONDS))
         self._tracer = self._provider.get_tracer("turnwise", turnwise.__version__)
         self._trace = trace
 
@@ -125,7 +136,10 @@ class Tracer:
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, message))
 
     def close(self) -> None:
-        self._provider.shutdown()
+        """Export what waits, within `COLLECTOR_SECONDS`: the SDK's own shutdown waits for half a minute."""
+        closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        closing.start()
+        closing.join(COLLECTOR_SECONDS)
 
 
 class RequestTrace:
