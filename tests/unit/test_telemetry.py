@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
-from turnwise.telemetry.logs import MAX_QUEUED_BYTES, AccessLog
+from turnwise.telemetry.logs import MAX_WAITING_LINES, AccessLog
 
 LINE = {"path": "/" + "x" * 1_000}
 
@@ -40,7 +40,7 @@ def test_a_pipe_that_nobody_reads_delays_no_line_and_the_rest_is_counted(caplog,
     """Each line is then either read later or counted as lost."""
     os.mkfifo(tmp_path / "pipe")
     log = AccessLog(tmp_path / "pipe", lambda: lost.append(1))
-    num_lines = 2 * MAX_QUEUED_BYTES // 1_000
+    num_lines = 2 * MAX_WAITING_LINES
     with caplog.at_level(logging.WARNING):
         for _ in range(num_lines):
             log.write(LINE)

@@ -27,7 +27,7 @@ from typing import BinaryIO, Self
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import guard, ports
-from turnwise.processes.terminal import LogFollower, Printer, Say
+from turnwise.processes.terminal import LogFollower, Say, printing
 from turnwise.settings import child_environment
 
 _TICK_SECONDS = 0.05
@@ -117,8 +117,7 @@ class Supervisor:
         """
         self._runs = [_ChildRun(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
-        self._printer = Printer(say or (lambda _name, _text: None))
-        self._say = self._printer.print
+        self._printed = printing(say or (lambda _name, _text: None))
         self._max_quick_deaths = max_quick_deaths
         self._quick_seconds = quick_seconds
         self._alike_seconds = alike_seconds
@@ -174,10 +173,10 @@ class Supervisor:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._printer.close()
+        self._printed.flush()
 
     def say(self, name: str, text: str) -> None:
-        self._printer.print(name, text)
+        self._printed.put((name, text))
 
     def pid(self, name: str) -> int | None:
         process = self._run(name).process
@@ -216,7 +215,7 @@ class Supervisor:
             elif run.state in {ChildState.STARTING, ChildState.READY}:
                 self._check(run)
             for line in run.follower.new_lines() if run.follower is not None else ():
-                self._say(run.child.name, line)
+                self.say(run.child.name, line)
         if all(run.state in {ChildState.READY, ChildState.FINISHED} for run in self._runs):
             self._settled.set()
 
@@ -247,7 +246,7 @@ class Supervisor:
         run.num_starts += 1
         run.state = ChildState.STARTING
         if run.num_starts == 1 and not child.once:
-            self._say(child.name, f"starting; log: {run.log_path}")
+            self.say(child.name, f"starting; log: {run.log_path}")
 
     def _handle_taken_port(self, run: _ChildRun, port: int) -> None:
         """Give up, or, before a restart, give what is left of the child a moment to release its port."""
@@ -265,7 +264,7 @@ class Supervisor:
             waited = time.monotonic() - run.started_at
             if not run.child.once and is_ready(run.child.ready) and self._owns_its_port(run):
                 run.state = ChildState.READY
-                self._say(run.child.name, f"ready after {waited:.1f} s")
+                self.say(run.child.name, f"ready after {waited:.1f} s")
             elif waited > run.child.start_seconds:
                 self._give_up(run, f"is not ready after {run.child.start_seconds:.0f} s")
 
@@ -279,7 +278,7 @@ class Supervisor:
         if run.child.once:
             if code == 0:
                 run.state = ChildState.FINISHED
-                self._say(run.child.name, f"done after {lived:.1f} s")
+                self.say(run.child.name, f"done after {lived:.1f} s")
             else:
                 self._give_up(run, f"failed with {describe_exit(code)}")
             return
@@ -298,11 +297,9 @@ class Supervisor:
         delay = min(self._first_delay_seconds * 2 ** (run.num_quick_deaths - 1), 30.0)
         run.state = ChildState.BACKING_OFF
         run.start_again_at = time.monotonic() + delay
-        self._say(
-            run.child.name, f"died with {describe_exit(code)} after {lived:.1f} s; restarting it in {delay:.1f} s"
-        )
+        self.say(run.child.name, f"died with {describe_exit(code)} after {lived:.1f} s; restarting it in {delay:.1f} s")
         if run.error is not None:
-            self._say(run.child.name, f"its last error: {run.error}")
+            self.say(run.child.name, f"its last error: {run.error}")
 
     def _give_up(self, run: _ChildRun, why: str) -> None:
         run.state = ChildState.FAILED
@@ -321,7 +318,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            self._say(run.child.name, "stopped")
+            self.say(run.child.name, "stopped")
         if run.state not in {ChildState.FAILED, ChildState.FINISHED}:
             run.state = ChildState.STOPPED
 

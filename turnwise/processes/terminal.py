@@ -7,51 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from turnwise.telemetry.logs import SlowLines
+
 Say = Callable[[str, str], None]
 
-MAX_UNPRINTED = 1000
-"""Lines that wait for the reader of the output; further ones are dropped, the children's logs have them."""
-PRINT_SECONDS = 2.0
-"""How long a stop waits until these lines are printed."""
 
+def printing(say: Say) -> SlowLines[tuple[str, str]]:
+    """Return what prints lines in its own thread, and drops those that nobody reads: the children's logs have them."""
 
-class Printer:
-    """Prints lines in its own thread."""
+    def print_line(line: tuple[str, str]) -> None:
+        with contextlib.suppress(OSError):  # the reader has ended
+            say(*line)
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="supervisor output", daemon=True)
-        self._thread.start()
-
-    def print(self, name: str, text: str) -> None:
-        if self._lines.qsize() < MAX_UNPRINTED:
-            self._lines.put((name, text))
-
-    def close(self) -> bool:
-        """Wait until all lines are printed, `PRINT_SECONDS` at most; return whether they are."""
-        self._lines.put(None)
-        self._thread.join(PRINT_SECONDS)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):  # the reader has ended; the children's logs have the lines
-            while (line := self._lines.get()) is not None:
-                self._say(*line)
+    return SlowLines(print_line)
 
 
 def print_last_line(say: Say, name: str, text: str) -> None:
     """Print the last line of a process; if nobody reads it, let the process end without it."""
-    printer = Printer(say)
-    printer.print(name, text)
-    if not printer.close():
+    lines = printing(say)
+    lines.put((name, text))
+    if not lines.flush():
         # A thread that waits for the reader holds the lock of standard output, which Python flushes at the end.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  open until the end of the process
 

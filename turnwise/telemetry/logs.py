@@ -8,14 +8,16 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import math
 import os
 import queue
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from turnwise.errors import SettingsError
 from turnwise.telemetry.tracing import current_request
@@ -23,9 +25,11 @@ from turnwise.telemetry.tracing import current_request
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 log = logging.getLogger(__name__)
 LogFormat = Literal["text", "json"]
-MAX_QUEUED_BYTES = 2**20
-"""Lines of a log that wait for its reader, some 4,000."""
-CLOSE_SECONDS = 2.0
+MAX_WAITING_LINES = 4000
+FLUSH_SECONDS = 2.0
+WARNING_SECONDS = 60.0
+"""How often lost lines of the access log are logged."""
+T = TypeVar("T")
 
 
 def configure_logging(level: str, log_format: LogFormat) -> LogHandler | None:
@@ -70,26 +74,21 @@ class LogHandler(logging.Handler):
         self.count_lost: Callable[[], None] = lambda: None
         """Is called for each line that is lost, in any thread."""
         self._lines = _LineFile(descriptor, self._lose)
-        self._num_unreported = 0
+        self._num_reported = 0
         self._count_lock = threading.RLock()
         """Reentrant: a signal handler or a finalizer that logs may interrupt the thread that holds it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        num_lost = self._num_unreported
+        num_lost = self.num_lost
         lines = self._encode(record)
-        if num_lost:
+        if num_new := num_lost - self._num_reported:
             text = "%d lines of this log before this one are lost: its reader was too slow, or the disk was full"
-            lines = self._encode(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (num_lost,), None)) + lines
+            lines = self._encode(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (num_new,), None)) + lines
         if self._lines.write(lines):
-            with self._count_lock:
-                self._num_unreported -= num_lost
+            self._num_reported = num_lost
 
     def flush(self) -> None:
         self._lines.flush()
-
-    def close(self) -> None:
-        self._lines.close()
-        super().close()
 
     def _encode(self, record: logging.LogRecord) -> bytes:
         try:
@@ -98,9 +97,8 @@ class LogHandler(logging.Handler):
             text = f"{record.pathname}:{record.lineno}: the log line cannot be formatted: {error!r}"
         return text.encode(errors="backslashreplace") + b"\n"
 
-    def _lose(self, reason: str | None) -> None:  # noqa: ARG002  the next line reports it
+    def _lose(self, reason: str) -> None:  # noqa: ARG002  the next line reports it
         with self._count_lock:
-            self._num_unreported += 1
             self.num_lost += 1
         self.count_lost()
 
@@ -108,8 +106,8 @@ class LogHandler(logging.Handler):
 class AccessLog:
     """Appends one line of JSON for each request to a file; `-` is standard output.
 
-    A request never waits for the reader of a pipe, a terminal or a socket: another thread writes to these. A line that
-    cannot be written, for example to a full disk, is lost and counted, and its request is answered all the same.
+    No request waits for the log's reader. A line that cannot be written is lost and counted, and its request is
+    answered all the same.
     """
 
     def __init__(self, path: Path, count_lost: Callable[[], None]) -> None:
@@ -124,55 +122,75 @@ class AccessLog:
             raise SettingsError(f"cannot write the access log {str(path)!r}: {error.strerror}") from error
         self._is_own = str(path) != "-"
         self._count_lost = count_lost
+        self._warned_at = -math.inf
         self._lines = _LineFile(self._file, self._lose)
 
     def write(self, line: dict[str, Any]) -> None:
         self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
-    def _lose(self, reason: str | None) -> None:
+    def _lose(self, reason: str) -> None:
         self._count_lost()
-        if reason is not None:
+        if time.monotonic() - self._warned_at > WARNING_SECONDS:
+            self._warned_at = time.monotonic()
             log.warning("lines of the access log are lost: %s", reason)
 
     def close(self) -> None:
-        """Close the file, after the lines that wait if they are written within `CLOSE_SECONDS`."""
-        is_written = self._lines.close()
-        if self._is_own and is_written:
+        """Close the file, after the lines that wait if they are written within `FLUSH_SECONDS`."""
+        if self._lines.flush() and self._is_own:
             os.close(self._file)
 
 
+class SlowLines(Generic[T]):
+    """Hands lines in a thread of its own to `write`, which may wait for a reader; the process may end meanwhile."""
+
+    def __init__(self, write: Callable[[T], object]) -> None:
+        self._write = write
+        self._waiting: queue.SimpleQueue[T | threading.Event] = queue.SimpleQueue()
+        """Its `put` is reentrant, for a signal handler or a finalizer that logs."""
+        threading.Thread(target=self._run, name="lines", daemon=True).start()
+
+    def put(self, line: T) -> bool:
+        """Return False if the line is lost, because `MAX_WAITING_LINES` wait already."""
+        is_taken = self._waiting.qsize() < MAX_WAITING_LINES
+        if is_taken:
+            self._waiting.put(line)
+        return is_taken
+
+    def flush(self) -> bool:
+        """Wait until the lines are written, `FLUSH_SECONDS` at most; return whether they are."""
+        written = threading.Event()
+        self._waiting.put(written)
+        return written.wait(FLUSH_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            line = self._waiting.get()
+            if isinstance(line, threading.Event):
+                line.set()
+            else:
+                self._write(line)
+
+
 class _LineFile:
-    """Appends lines to an open file; a thread of its own writes to a pipe, a terminal or a socket."""
+    """Appends lines to an open file; another thread writes to a pipe, a terminal or a socket."""
 
-    def __init__(self, descriptor: int, lose: Callable[[str | None], None]) -> None:
-        """Start the thread where one is needed.
-
-        `lose` is called for each write that is lost, in any thread: with the reason for the first of several in a row,
-        with None for the others.
-        """
+    def __init__(self, descriptor: int, lose: Callable[[str], None]) -> None:
+        """Start the thread where one is needed; `lose` is called with the reason of each lost write, in any thread."""
         self._descriptor = descriptor
         self._lose = lose
-        self._is_failing = False
         self._is_torn = False
-        self._is_overflowing = False
-        self._queue = None if stat.S_ISREG(os.fstat(descriptor).st_mode) else _LineQueue(self._append)
+        self._slow = None if stat.S_ISREG(os.fstat(descriptor).st_mode) else SlowLines(self._append)
 
     def write(self, lines: bytes) -> bool:
-        if self._queue is None:
+        if self._slow is None:
             return self._append(lines)
-        self._is_overflowing = self._is_overflowing and not self._queue.is_empty
-        if self._queue.put(lines):
-            return True
-        self._lose(None if self._is_overflowing else "its reader does not read them; restart it or leave it out")
-        self._is_overflowing = True
-        return False
+        is_taken = self._slow.put(lines)
+        if not is_taken:
+            self._lose("its reader does not read them; restart it or leave it out")
+        return is_taken
 
-    def flush(self) -> None:
-        if self._queue is not None:
-            self._queue.flush()
-
-    def close(self) -> bool:
-        return self._queue is None or self._queue.close()
+    def flush(self) -> bool:
+        return self._slow is None or self._slow.flush()
 
     def _append(self, lines: bytes) -> bool:
         rest = b"\n" + lines if self._is_torn else lines
@@ -181,53 +199,9 @@ class _LineFile:
                 rest = rest[os.write(self._descriptor, rest) :]
                 self._is_torn = bool(rest)
         except OSError as error:
-            is_first, self._is_failing = not self._is_failing, True
-            self._lose(f"{error.strerror}; free the disk or leave it out" if is_first else None)
+            self._lose(f"{error.strerror}; free the disk or leave it out")
             return False
-        self._is_failing = False
         return True
-
-
-class _LineQueue:
-    """Lines that a thread of its own writes; at most `MAX_QUEUED_BYTES` wait."""
-
-    def __init__(self, append: Callable[[bytes], object]) -> None:
-        self._append = append
-        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
-        self._num_put = 0
-        self._num_done = 0
-        self._thread = threading.Thread(target=self._run, name="log lines", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_empty(self) -> bool:
-        return self._num_put == self._num_done
-
-    def put(self, line: bytes) -> bool:
-        if self._num_put - self._num_done + len(line) > MAX_QUEUED_BYTES:
-            return False
-        self._num_put += len(line)
-        self._lines.put(line)
-        return True
-
-    def flush(self) -> None:
-        if self._thread.is_alive():
-            written = threading.Event()
-            self._lines.put(written)
-            written.wait(CLOSE_SECONDS)
-
-    def close(self) -> bool:
-        self._lines.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            if isinstance(line, threading.Event):
-                line.set()
-                continue
-            self._append(line)
-            self._num_done += len(line)
 
 
 def _open(path: Path) -> int:
