@@ -13,10 +13,11 @@ import dataclasses
 import inspect
 import logging
 import sys
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from turnwise.errors import InvalidRequest, RolloutFailed
 from turnwise.types import Json
@@ -93,18 +94,26 @@ class AgentWorkflowEngine:
         pairs = list(zip(tasks, self._identities(ids), strict=True))
         rollouts = [asyncio.ensure_future(self._process(task, run, kwargs)) for task, run in pairs]
         by_task: dict[str, list[Episode]] = {task_id: [] for task_id in ids}
-        progress = EpisodesProgress(len(rollouts))
+        num_failed = 0
         try:
-            for finished in asyncio.as_completed(rollouts):
-                task_id, _, episode = await finished
-                by_task[task_id].append(episode)
-                progress.advance(failed=_is_error(episode))
+            with click.progressbar(
+                asyncio.as_completed(rollouts),
+                length=len(rollouts),
+                label="rollouts",
+                show_pos=True,
+                item_show_func=lambda _: f"{num_failed} failed",
+                file=sys.stderr,
+                hidden=not sys.stderr.isatty(),
+            ) as all_finished:
+                for finished in all_finished:
+                    task_id, _, episode = await finished
+                    by_task[task_id].append(episode)
+                    num_failed += _is_error(episode)
         finally:
             # All runs stop after the batch has failed.
             for rollout in rollouts:
                 rollout.cancel()
             await asyncio.gather(*rollouts, return_exceptions=True)
-            progress.close()
         return [episode for episodes in by_task.values() for episode in episodes]
 
     async def execute_tasks_verl(self, batch: DataProto, **kwargs: Any) -> DataProto:
@@ -180,29 +189,3 @@ class AgentWorkflowEngine:
 
 def _is_error(episode: Episode | None) -> bool:
     return episode is not None and episode.termination_reason is TerminationReason.ERROR
-
-
-class EpisodesProgress:
-    """A progress line on a terminal's stderr; prints nothing elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self.failed = 0
-        self._since = time.monotonic()
-        self._visible = sys.stderr.isatty()
-
-    def advance(self, *, failed: bool) -> Self:
-        self.done += 1
-        self.failed += failed
-        if self._visible:
-            sys.stderr.write(f"\r{self}")
-        return self
-
-    def close(self) -> None:
-        if self._visible:
-            sys.stderr.write("\n")
-
-    def __str__(self) -> str:
-        rate = self.done / max(time.monotonic() - self._since, 1e-9)
-        return f"{self.done}/{self.total} rollouts, {self.failed} failed, {rate:.1f}/s"
