@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import datetime
 import logging
@@ -24,41 +23,10 @@ log = logging.getLogger(__name__)
 
 REWARDED_IDLE = datetime.timedelta(minutes=10)
 """A single session that has a reward, and that no call names, ends after so long without activity."""
-MIN_CORRECTION = datetime.timedelta(milliseconds=100)
-"""Difference of two clocks that counts as a correction of one of them."""
 SAMPLING_SECONDS = 30.0
 """How often the sampling parameters of the newest turns are read."""
 SWEEP_SECONDS = 5.0
 """How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
-
-
-def elapsed_seconds() -> float:
-    """Return seconds of a clock that nobody corrects, and that goes on while the machine is suspended."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-class IdleClock:
-    """What the wall clock read some time ago: a correction of the wall clock is no time without activity.
-
-    It knows the corrections since this process started.
-    """
-
-    def __init__(self, longest: datetime.timedelta) -> None:
-        self._longest = longest
-        self._corrections: collections.deque[tuple[float, datetime.datetime]] = collections.deque()
-        """When the wall clock was corrected, in elapsed seconds, and its time at which these would have been 0 since
-        then; the first entry is in force at the begin of the longest time."""
-
-    def earliest(self, ago: datetime.timedelta) -> datetime.datetime:
-        """Read the clocks; return the earliest that the wall clock can have read so long ago."""
-        now = elapsed_seconds()
-        start = utc_now() - datetime.timedelta(seconds=now)
-        known = self._corrections
-        if not known or abs(start - known[-1][1]) > MIN_CORRECTION:
-            known.append((now, start))
-        while len(known) > 1 and known[1][0] <= now - self._longest.total_seconds():
-            known.popleft()
-        return min(start for _, start in known) + datetime.timedelta(seconds=now) - ago
 
 
 class Sweeper:
@@ -82,7 +50,7 @@ class Sweeper:
         """Removes a session of a tenant from the memory of all workers."""
         self._sampling_at = 0.0
         self._left_out_by: set[str | None] = set()
-        self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
+        self._idle_clock = sessions.IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
 
     async def run(self) -> None:
         """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""
@@ -126,9 +94,9 @@ class Sweeper:
 
     async def _report_sampling(self) -> None:
         """Log that calls are sampled in a way that is not trained, when the reasons changed."""
-        if elapsed_seconds() < self._sampling_at:
+        if time.monotonic() < self._sampling_at:
             return
-        self._sampling_at = elapsed_seconds() + SAMPLING_SECONDS
+        self._sampling_at = time.monotonic() + SAMPLING_SECONDS
         newest = await self._database.fetch(turns.newest_samplings, None)
         reasons = {left_out_by(each, has_support=has_support) for each, has_support in newest} - {None}
         if reasons - self._left_out_by:
@@ -142,7 +110,7 @@ class Sweeper:
         event: str,
     ) -> None:
         """End or expire what is idle for so long, in short transactions."""
-        before = self._idle_clock.earliest(idle)
+        before = self._idle_clock.earliest(utc_now(), idle)
         while closed := await self._writer.do(close_some, before):
             for tenant, session_id in closed:
                 self._forget_session(tenant, session_id)

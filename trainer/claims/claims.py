@@ -20,7 +20,7 @@ from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress, StopFlag, U
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, database, groups, policies, rows, serving, versions
+from turnwise.store import claims, database, groups, policies, rows, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.types import Policy, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
@@ -41,8 +41,6 @@ SMALLEST_PART = 4
 REPORT_SECONDS = 5.0
 FIRST_WAIT_SECONDS = 5.0
 """How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
-JUMP_SECONDS = 30.0
-"""Difference to this process's own clock from which on the database's clock counts as having jumped."""
 
 
 class Claims(Ledger):
@@ -68,7 +66,7 @@ class Claims(Ledger):
         self._with_imported = with_imported
         self._is_paced = is_paced
         self._wait: Wait | None = None
-        self._clock = SteadyClock()
+        self._idle_clock = sessions.IdleClock(timedelta(seconds=rule.stalled_seconds or 0))
         self._checked_at = -math.inf
 
     def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
@@ -204,9 +202,9 @@ class Claims(Ledger):
 
     def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
         rule, changes = self.rule, []
-        # After a jump of the clock a running session looks stalled until its next call.
-        if rule.stalled_seconds is not None and self._clock.seconds_since_jump(now) >= rule.stalled_seconds:
-            changes.append(groups.stalled(now - timedelta(seconds=rule.stalled_seconds), rule.stalled_policy, now))
+        if rule.stalled_seconds is not None:
+            idle_before = self._idle_clock.earliest(now, timedelta(seconds=rule.stalled_seconds))
+            changes.append(groups.stalled(idle_before, rule.stalled_policy, now))
         if rule.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
         undone = {state.undone, versions.alarmed_versions(conn, state.active)}
@@ -431,24 +429,3 @@ def _describe_open(look: Look, rule: TrainerSettings) -> str:
         f"{counted}: a session counts once it is over (POST /v1/sessions/{{session_id}}/end; one that no call names is "
         f"over after ten minutes without a call){singles}"
     )
-
-
-class SteadyClock:
-    """Compares the database's clock with this process's monotonic clock.
-
-    After a jump forward, as when a virtual machine resumes, all sessions look as if they had been idle for its length.
-    """
-
-    def __init__(self) -> None:
-        self._offset: float | None = None
-        self._jumped_at = -math.inf
-
-    def seconds_since_jump(self, now: datetime) -> float:
-        """Return for how long the database's clock has run evenly; infinite if no jump was seen."""
-        monotonic = time.monotonic()
-        offset = now.timestamp() - monotonic
-        if self._offset is not None and abs(offset - self._offset) > JUMP_SECONDS:
-            log.warning("the database's clock jumped by %.0f s", offset - self._offset)
-            self._jumped_at = monotonic
-        self._offset = offset
-        return monotonic - self._jumped_at

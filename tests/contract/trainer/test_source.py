@@ -1,10 +1,8 @@
 """The ledger as the trainer's source: claimed batches, and incomplete groups."""
 
 import dataclasses
-import math
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 from support.algorithms import algorithm
@@ -17,7 +15,7 @@ from proxy.routes.summaries import training_note
 from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
-from trainer.claims.claims import Claims, SteadyClock
+from trainer.claims.claims import Claims
 from trainer.claims.ledger import FinishedBatch, RunProgress, StopFlag, outlast
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
@@ -27,7 +25,7 @@ from turnwise.store.database import Database
 from turnwise.store.processes import TrainerStatus
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
-from turnwise.types import PolicyVersion, Reward, Role, Split, utc_now
+from turnwise.types import PolicyVersion, Reward, Role, Split
 
 PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
@@ -178,16 +176,6 @@ def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
     with pytest.raises(StoreUnavailable, match="readonly"):
         outlast(write, stopped)
     assert num_calls == 1
-
-
-def test_a_jump_of_the_clock_stalls_no_group():
-    """As when a virtual machine resumes; a clock that differs by a few seconds has not jumped."""
-    clock, now = SteadyClock(), utc_now()
-    assert clock.seconds_since_jump(now) == math.inf
-    assert clock.seconds_since_jump(now + timedelta(seconds=20)) == math.inf
-    assert clock.seconds_since_jump(now + timedelta(hours=3)) < 1000.0
-    assert clock.seconds_since_jump(now + timedelta(hours=3)) < 1000.0
-    assert clock.seconds_since_jump(now) < 1000.0
 
 
 def test_the_reason_of_the_trainers_wait_is_stored(database):

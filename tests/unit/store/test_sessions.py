@@ -1,6 +1,7 @@
 """Sessions that calls open, and a second creation, which applies changes that are still possible and refuses others."""
 
 import dataclasses
+import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,3 +114,21 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
     with database.read() as connection:
         groups = {row.group_id: row.num_sessions for row in connection.execute(schema.groups.select())}
     assert groups == dict.fromkeys([*names, "g"], 1)
+
+
+def test_a_corrected_clock_read_no_later_an_hour_ago_than_it_may_have(monkeypatch):
+    """It reads 12:00 at second 100, jumps three hours ahead, as when a virtual machine resumes, and is set back."""
+    noon, hour = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC), datetime.timedelta(hours=1)
+    clock = sessions.IdleClock(hour)
+
+    def an_hour_ago(second: int, reads: datetime.timedelta) -> datetime.timedelta:
+        monkeypatch.setattr(sessions, "monotonic", lambda: second)
+        return clock.earliest(noon + reads, hour) - noon
+
+    seconds = datetime.timedelta(seconds=1)
+    assert an_hour_ago(100, 0 * hour) == -hour
+    assert an_hour_ago(110, 3 * hour + 10 * seconds) == -hour + 10 * seconds
+    assert an_hour_ago(120, 20 * seconds) == -hour + 20 * seconds
+    assert an_hour_ago(3720, hour + 20 * seconds) == 20 * seconds
+    assert an_hour_ago(3730, 4 * hour + 30 * seconds) == 30 * seconds
+    assert an_hour_ago(7331, 5 * hour + 31 * seconds) == 4 * hour + 31 * seconds
