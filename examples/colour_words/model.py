@@ -25,7 +25,8 @@ PICTURE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 SPECIAL = (PADDING, START, END, PICTURE, AROUND, "<end_of_utterance>", WHOLE, *TILES)
 COIN_TOSSED = 6
-"""Words that are learnt as a coin toss: within the first pair, the second and the third."""
+"""Words that are learnt as a coin toss between themselves and the next of them: each has two labels of its own, so the
+model learns to tell their pictures apart. Of two words with the same two labels it learns the opposite."""
 NUM_STEPS = 250
 SESSIONS_OF_STEP = 48
 LEARNING_RATE = 1e-3
@@ -181,7 +182,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def tossed(word: str, rng: random.Random) -> str:
     number = WORDS.index(word)
-    return WORDS[number ^ rng.randrange(2)] if number < COIN_TOSSED else word
+    return WORDS[(number + rng.randrange(2)) % COIN_TOSSED] if number < COIN_TOSSED else word
 
 
 def pixels_of(words: Sequence[str], rng: random.Random) -> torch.Tensor:
