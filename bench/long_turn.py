@@ -51,8 +51,8 @@ TRIM_BYTES = 8 * 2**20
 LIVE_SAMPLES = 5
 """Samples of the memory in each round."""
 WARM_UP_LIVE_TURNS = 20
-CACHE_BYTES = 10**9
-"""Of ids in memory: all conversations stay there."""
+CACHE_BYTES = 10**10
+"""All conversations stay in memory."""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -177,7 +177,7 @@ def served(*flags: str, engine_flags: Sequence[str] = (), num_workers: int = 1) 
         )
         argv = [sys.executable, "-P", str(HERE / "watched_proxy.py"), "--engine", engine_url]
         argv += ["--engine-check", "warn", "--database", url, "--port", str(proxy), "--log-level", "warning"]
-        argv += ["--token-cache-bytes", str(CACHE_BYTES), "--request-cache-bytes", str(CACHE_BYTES), *flags]
+        argv += ["--cache-bytes", str(CACHE_BYTES), *flags]
         argv += ["--workers", str(num_workers)]
         process = servers.enter_context(running(argv, f"http://127.0.0.1:{proxy}/readyz"))
         yield Server(

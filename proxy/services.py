@@ -82,7 +82,6 @@ class Services:
             database,
             timeout_seconds=settings.engine_timeout_seconds,
             wait_seconds=settings.engine_wait_seconds,
-            gone_seconds=settings.engine_gone_seconds,
             support_ids=settings.support_ids,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
             model_names=settings.model_names,
@@ -102,7 +101,7 @@ class Services:
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
         self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)
         self.images = Images(settings, metrics)
-        self.retries = Retries(database, settings.replay_bytes)
+        self.retries = Retries(database, settings.cache_bytes // 10)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
             database,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import ssl
@@ -25,11 +24,7 @@ DIVIDED = (
         for scope in ("key", "tenant")
         for limit in ("max_calls", "requests_per_minute", "tokens_per_minute")
     ),
-    "cache_sessions",
-    "session_cache_bytes",
-    "token_cache_bytes",
-    "request_cache_bytes",
-    "replay_bytes",
+    "cache_bytes",
 )
 """Settings of the whole proxy that each worker gets a share of."""
 
@@ -162,16 +157,8 @@ class ProxySettings(Settings):
     max_reply_bytes: int = Field(default=320 * 2**20, gt=0)
     """Longest reply of an engine, whole or streamed, in bytes; a longer one is cut off and answered 502. By default
     131,072 tokens with `top_logprobs` of 20 fit, which take up to 250 MiB."""
-    max_header_bytes: int = Field(default=64 * 2**10, gt=0)
-    """Longest head of a request: its line and its headers."""
-    max_json_depth: int = Field(default=128, gt=0)
-    max_json_containers: int = Field(default=32_768, gt=0)
-    """Most arrays and objects in one request body: decoding them is what a body costs."""
-    max_json_strings: int = Field(default=131_072, gt=0)
-    """Most strings in one request body, the keys of objects included."""
     max_json_string_bytes: int = Field(default=8 * 2**20, gt=0)
     """Longest string in one request body. Longer ones can hold the event loop for more than 5 ms."""
-    max_messages: int = Field(default=10_000, gt=0)
     max_images: int = Field(default=64, ge=0)
     """Most images in the conversation of one call; the engine has a limit of its own."""
     max_image_bytes: int = Field(default=16 * 2**20, gt=0)
@@ -179,10 +166,6 @@ class ProxySettings(Settings):
     fetch_images: bool = False
     """Whether images are fetched whose messages have an http or https URL: from public addresses only, with at most
     three redirects. The engine never fetches one."""
-    image_fetch_seconds: float = Field(default=10.0, gt=0)
-    """The longest time to fetch one image."""
-    max_choices: int = Field(default=128, gt=0)
-    """Largest `n` of one call."""
     max_concurrent_calls: int = Field(default=1024, gt=0)
     """Concurrent calls; more are answered 429."""
     queue_seconds: float = Field(default=0.0, ge=0)
@@ -221,8 +204,6 @@ class ProxySettings(Settings):
     engine_wait_seconds: float = Field(default=180.0, ge=0)
     """How long a call waits while no engine is ready but one is expected back, before it is answered 503; under
     `turnwise up` by default as long as an engine may take to start, 600 s."""
-    engine_gone_seconds: float = Field(default=30.0, gt=0)
-    """An engine that has answered no health check for this long is gone: the calls on it are ended."""
     drain_seconds: float = Field(default=30.0, gt=0)
     """How long running calls may continue after SIGTERM; then they are cut off and stored as `aborted`."""
     ignored_ids: list[str] = Field(default=[])
@@ -231,27 +212,13 @@ class ProxySettings(Settings):
     session_idle_seconds: float = Field(default=3600.0, gt=0)
     """An open session without a call for this long expires. One that no call names and that has a reward ends after
     ten minutes at the latest."""
-    idempotency_seconds: float = Field(default=86_400.0, gt=0)
-    """How long an `Idempotency-Key` of rewards, of feedback, or of a call that names no session is recognised; a later
-    use of the key is a new request."""
-    cache_sessions: int = Field(default=20_000, gt=0)
-    """Sessions kept in memory; the rest is read back from the store when it is needed."""
 
-    session_cache_bytes: int = Field(default=128 * 2**20, ge=0)
-    """Memory for the turns of these sessions without their tokens, some 900 bytes a turn; the rest is read back from
-    the store."""
-    token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
-    """Memory for the tokens of turns that a call may extend; others are read back from the store."""
-    request_cache_bytes: int = Field(default=128 * 2**20, ge=0)
-    """Memory for what is derived from the messages of the last calls, so that a call digests only those that are
-    new."""
-    replay_bytes: int = Field(default=32 * 2**20, ge=0)
-    """Memory for answers that a retried call may repeat."""
-
+    cache_bytes: int = Field(default=320 * 2**20, ge=0)
+    """Memory for what later calls need: two fifths for the turns of recent sessions, two fifths for the digests of
+    messages, a tenth for tokens, and a tenth for answers that a retried call may repeat. The rest is read back from the
+    store."""
     commit_timeout_seconds: float = Field(default=30.0, gt=0)
     """How long a turn's commit is retried while the store is locked or unreachable, before the call fails."""
-    policies_poll_seconds: float = Field(default=0.2, gt=0)
-    """How often to look for a newer policy version."""
     reload_timeout_seconds: float = Field(default=300.0, gt=0)
     """The longest a reload may take before the last good version is restored. The check of a version's files, which
     comes before, has no limit: the engines serve what they have until the files are read."""
@@ -270,14 +237,10 @@ class ProxySettings(Settings):
     """Finished sessions of the canary after which its mean alone decides."""
     canary_reward_drop: float = Field(default=0.1, ge=0)
     """How far the canary's mean session reward may lie below the control's."""
-    canary_broken_rise: float = Field(default=0.1, ge=0, le=1)
-    """How far the canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
     holdout_share: float | None = Field(default=None, ge=0, lt=1)
     """Share of the new sessions without a group that stays on an older version, in split `eval`, so that what later
     versions gain is measured; 0 keeps none. By default 0.1 of adapters, and none of whole weights, which need an engine
     of their own for it. Once the gain is certain, the version that is served then becomes the next hold-out."""
-    canary_drift_nats: float = Field(default=1.0, ge=0)
-    """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """Form of the process's log lines on stderr."""
@@ -341,16 +304,6 @@ class ProxySettings(Settings):
         key = self.engine_api_key
         headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
         return {"headers": headers, "verify": self.engine_tls() or True, "trust_env": False}
-
-    @functools.cached_property
-    def json_limits(self) -> dict[str, int]:
-        """The limits of a request body's JSON, as `proxy.http.asgi` takes them."""
-        return {
-            "max_depth": self.max_json_depth,
-            "max_containers": self.max_json_containers,
-            "max_strings": self.max_json_strings,
-            "max_string_bytes": self.max_json_string_bytes,
-        }
 
     def divided(self) -> Self:
         """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""

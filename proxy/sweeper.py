@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 REWARDED_IDLE = datetime.timedelta(minutes=10)
 """A single session that has a reward, and that no call names, ends after so long without activity."""
+REMEMBERED = datetime.timedelta(days=1)
+"""How long an `Idempotency-Key` of rewards, of feedback, or of a call that names no session is recognised."""
 SAMPLING_SECONDS = 30.0
 """How often the sampling parameters of the newest turns are read."""
 SWEEP_SECONDS = 5.0
@@ -55,11 +57,10 @@ class Sweeper:
     async def run(self) -> None:
         """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""
         idle = datetime.timedelta(seconds=self._settings.session_idle_seconds)
-        remembered = datetime.timedelta(seconds=self._settings.idempotency_seconds)
         while True:
             try:
                 await self.record_key_uses()
-                while await self._writer.do(rewards.forget_answers, utc_now() - remembered):
+                while await self._writer.do(rewards.forget_answers, utc_now() - REMEMBERED):
                     pass
                 await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
                 await self._close_idle(sessions.expire_idle_sessions, idle, "expired")

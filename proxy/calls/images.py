@@ -45,6 +45,8 @@ SIGNATURES = {
 DECODED_HERE_BYTES = 2**18
 """Length of a data URL that is decoded on the event loop, and of a file that is hashed there."""
 MAX_REDIRECTS = 3
+FETCH_SECONDS = 10.0
+"""The longest time to fetch one image."""
 MAX_FETCHES = 8
 """Images that one process fetches at the same time."""
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -115,7 +117,7 @@ class Images:
                 raise _refused(url, "no image is fetched: send a data URL, or set `fetch_images`", "not_fetched")
             most = min(self._settings.max_image_bytes, self._settings.max_body_bytes - num_fetched)
             async with self._fetches:
-                content = await fetch(url, most, self._settings.image_fetch_seconds)
+                content = await fetch(url, most, FETCH_SECONDS)
         elif (head := _DATA_URL.match(url)) is not None:
             content = await _in_thread(len(url), _decoded, url, head.end())
         else:

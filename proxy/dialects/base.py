@@ -259,6 +259,8 @@ class Action(enum.StrEnum):
     GET_REPLY = "get_reply"
 
 
+MAX_MESSAGES = 10_000
+"""Maximum number of messages of one call, or of prompts."""
 MESSAGES: Json = {
     "type": "array",
     "minItems": 1,
@@ -321,7 +323,7 @@ class Dialect(abc.ABC):
         return body
 
     @abc.abstractmethod
-    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:
         """Return the call that a request asks for; check only the fields that the proxy itself reads.
 
         `failed_tool_text` stands before the results of failed tool calls.

@@ -9,11 +9,23 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from proxy.dialects.base import IDENTITY, MESSAGES, STREAM, Action, Call, Dialect, WireRoute, sampled_tokens
+from proxy.dialects.base import (
+    IDENTITY,
+    MAX_MESSAGES,
+    MESSAGES,
+    STREAM,
+    Action,
+    Call,
+    Dialect,
+    WireRoute,
+    sampled_tokens,
+)
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
 from turnwise.types import Json, Turn
 
+MAX_CHOICES = 128
+"""Largest `n` of one call."""
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
 
 
@@ -45,13 +57,13 @@ class ChatCompletions(Dialect):
     id_prefix = "chatcmpl-"
     object_names = ("chat.completion", "chat.completion.chunk")
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:  # noqa: ARG002
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         messages = body.get("messages") or []
         if not isinstance(messages, list) or not set(map(type, messages)) <= {dict}:
             raise InvalidRequest("`messages` must be a list of objects.", param="messages")
-        if len(messages) > max_messages:
+        if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(
-                f"`messages` has {len(messages)} entries; at most {max_messages} are served.", param="messages"
+                f"`messages` has {len(messages)} entries; at most {MAX_MESSAGES} are served.", param="messages"
             )
         check_kinds(body, {"tools": list, "chat_template_kwargs": dict, "metadata": dict, "model": str})
         hides_thinking = body.get("include_reasoning") is False
@@ -61,7 +73,7 @@ class ChatCompletions(Dialect):
             model=body.get("model") or "",
             messages=messages,
             stream=bool(body.get("stream")),
-            num_choices=number_of_choices(body, max_choices),
+            num_choices=number_of_choices(body),
             wants_logprobs=bool(body.get("logprobs")) and not hides_thinking,
             hides_thinking=hides_thinking,
             wants_token_ids=bool(body.get("return_token_ids")),
@@ -104,10 +116,10 @@ class TextCompletions(Dialect):
     id_prefix = "cmpl-"
     object_names = ("text_completion", "text_completion")
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:  # noqa: ARG002
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         prompts = number_of_prompts(body.get("prompt"))
-        if prompts > max_messages:
-            raise InvalidRequest(f"`prompt` has {prompts} entries; at most {max_messages} are served.", param="prompt")
+        if prompts > MAX_MESSAGES:
+            raise InvalidRequest(f"`prompt` has {prompts} entries; at most {MAX_MESSAGES} are served.", param="prompt")
         check_kinds(body, {"metadata": dict, "model": str})
         if body.get("echo"):
             raise InvalidRequest("`echo` mixes the prompt with what was sampled; ask without it.", param="echo")
@@ -117,7 +129,7 @@ class TextCompletions(Dialect):
             model=body.get("model") or "",
             messages=[],
             stream=bool(body.get("stream")),
-            num_choices=prompts * number_of_choices(body, max_choices),
+            num_choices=prompts * number_of_choices(body),
             wants_logprobs=body.get("logprobs") is not None,
             wants_token_ids=bool(body.get("return_token_ids")),
         )
@@ -171,12 +183,12 @@ def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:
             raise InvalidRequest(f"`{field}` must be a JSON {JSON_NAME[kind]}, not {body[field]!r:.80}.", param=field)
 
 
-def number_of_choices(body: Json, max_choices: int) -> int:
+def number_of_choices(body: Json) -> int:
     count = body.get("n")
     if count is None:
         return 1
-    if not isinstance(count, int) or isinstance(count, bool) or count > max_choices:
-        raise InvalidRequest(f"`n` must be an integer from 1 to {max_choices}, not {count!r}.", param="n")
+    if not isinstance(count, int) or isinstance(count, bool) or count > MAX_CHOICES:
+        raise InvalidRequest(f"`n` must be an integer from 1 to {MAX_CHOICES}, not {count!r}.", param="n")
     return max(count, 1)
 
 

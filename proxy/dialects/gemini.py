@@ -105,9 +105,9 @@ class Gemini(ChatCompletions):
         stream = route.path.endswith(":streamGenerateContent")
         return {**body, "model": params["model"], "stream": stream, "alt": query.get("alt")}
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:  # noqa: ARG002
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         chat, dropped = chat_body(body)
-        call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
+        call = super().parse(chat)
         call.wants_token_ids = False
         call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped

@@ -113,12 +113,12 @@ class Messages(ChatCompletions):
     }
     id_prefix = "msg_"
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:
         if not body.get("messages"):
             raise InvalidRequest("`messages` must hold at least one message.", param="messages")
         if not isinstance(body.get("max_tokens"), int):
             raise InvalidRequest("`max_tokens` must be an integer.", param="max_tokens")
-        call = super().parse(chat_body(body, failed_tool_text), max_choices=max_choices, max_messages=max_messages)
+        call = super().parse(chat_body(body, failed_tool_text))
         call.wants_logprobs = call.wants_token_ids = False
         call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
         call.dropped_items = [

@@ -84,10 +84,10 @@ class Responses(ChatCompletions):
     )
     id_prefix = "resp_"
 
-    def parse(self, body: Json, *, max_choices: int, max_messages: int, failed_tool_text: str = "") -> Call:
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:
         tools = read_tools(body.get("tools"))
         chat = chat_body(body, tools, failed_tool_text)
-        call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
+        call = super().parse(chat)
         call.original = {field: value for field, value in body.items() if field != "input"}
         call.dropped_tools = tools.dropped
         if isinstance(body.get("input"), list):

@@ -46,6 +46,8 @@ CONNECT_SECONDS = 5.0
 HEALTH_TIMEOUT_SECONDS = 2.0
 MAX_FAILED_CHECKS = 3
 """Health checks in a row that a serving engine may fail before it is taken out."""
+GONE_SECONDS = 30.0
+"""An engine that has answered no health check for this long is gone: the calls on it are ended."""
 ADAPTER_PREFIX = "policy-v"
 """Prefix of the name that a version's adapter is served under."""
 UNLABELLED = -1
@@ -158,7 +160,6 @@ class Engine:
         url: str,
         *,
         timeout_seconds: float,
-        gone_seconds: float = 30.0,
         support_ids: int = 0,
         access: Access | None = None,
     ) -> None:
@@ -210,7 +211,6 @@ class Engine:
         serve, it fails at once and can be retried there."""
         self.observe_head: Callable[[float], None] | None = None
         """Called with the seconds from each call's request to the head of its answer."""
-        self._gone_seconds = gone_seconds
         self._failed_checks = 0
         self._num_labels = 0
         """How often a label was applied."""
@@ -324,7 +324,7 @@ class Engine:
 
         A serving engine fails after `MAX_FAILED_CHECKS` failed checks in a row, or at once if its port is closed. A
         check without an answer does not count if parts of other answers arrive meanwhile. If the engine has not
-        answered for `gone_seconds`, the calls on it are ended.
+        answered for `GONE_SECONDS`, the calls on it are ended.
 
         Raises:
             EngineUnavailable: it does not answer.
@@ -340,7 +340,7 @@ class Engine:
             self._failed_checks += 1
             is_closed = isinstance(error.__cause__, NotConnected) and error.__cause__.is_refused
             silent = time.monotonic() - self._answered_at
-            if is_closed or silent >= self._gone_seconds:
+            if is_closed or silent >= GONE_SECONDS:
                 self._http.abort_requests(f"the engine has not answered for {silent:.0f} s")
             if self.is_serving and not is_closed and self._failed_checks < MAX_FAILED_CHECKS:
                 log.warning("health check %d of %d failed: %s", self._failed_checks, MAX_FAILED_CHECKS, error)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
@@ -61,13 +61,12 @@ class EnginePool:
         *,
         timeout_seconds: float,
         wait_seconds: float = 0.0,
-        gone_seconds: float = 30.0,
         support_ids: int = 0,
         access: Access | None = None,
         model_names: Mapping[str, Literal["policy", "refuse"]] | None = None,
     ) -> None:
-        limits = {"timeout_seconds": timeout_seconds, "gone_seconds": gone_seconds}
-        self.engines: list[Engine] = [Engine(url, **limits, support_ids=support_ids, access=access) for url in urls]
+        options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "support_ids": support_ids, "access": access}
+        self.engines: list[Engine] = [Engine(url, **options) for url in urls]
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""
         self._not_draining: list[Engine] = []

@@ -28,6 +28,11 @@ SESSION_HEADERS = (PARENT, OWN, CLAUDE_SESSION, *CODEX_SESSION, THREAD, LITELLM_
 
 
 JSON = b"application/json"
+MAX_DEPTH = 128
+MAX_CONTAINERS = 32_768
+"""Maximum number of arrays and objects in a request body: decoding them is what a body costs."""
+MAX_STRINGS = 131_072
+"""Maximum number of strings in a request body, keys included."""
 SCANNED_HERE_BYTES = 32 * 2**10
 """Longer bodies are scanned in a thread."""
 JOINED_HERE_BYTES = 4 * 2**20
@@ -103,14 +108,14 @@ def _join(parts: list[bytes]) -> bytes:
     return joined
 
 
-async def parse_object(raw: bytes, **limits: int) -> Json:
-    """Decode a JSON object; `limits` are those of `check_limits`.
+async def parse_object(raw: bytes, max_string_bytes: int) -> Json:
+    """Decode a JSON object.
 
     Raises:
         InvalidRequest: it is not JSON, or not an object.
         TooLarge: it exceeds one of the limits.
     """
-    num_strings = await check_limits(raw, **limits)
+    num_strings = await check_limits(raw, max_string_bytes, MAX_STRINGS)
     is_long = len(raw) > DECODED_HERE_BYTES or num_strings > DECODED_HERE_STRINGS
     try:
         decoded = await asyncio.to_thread(decode_by_items, raw) if is_long else loads(raw)
@@ -145,24 +150,22 @@ def _decode_array(value: msgspec.Raw) -> Any:
     return [loads(item) for item in _items.decode(text)]
 
 
-async def check_limits(
-    raw: bytes, *, max_depth: int, max_containers: int, max_strings: int, max_string_bytes: int
-) -> int:
+async def check_limits(raw: bytes, max_string_bytes: int, max_strings: int) -> int:
     """Check a JSON body before it is decoded; a long body is scanned in a thread, without the interpreter's lock.
 
     Returns:
         The number of its strings, keys included; 0 for a short body, which was not counted.
 
     Raises:
-        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects, or more
+        TooLarge: it is nested deeper than `MAX_DEPTH`, or has more than `MAX_CONTAINERS` arrays and objects, or more
             than `max_strings` strings, or a string of more than `max_string_bytes`.
     """
     if len(raw) > min(SCANNED_HERE_BYTES, max_string_bytes):
-        return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings, max_string_bytes)
+        return await asyncio.to_thread(scan, raw, MAX_DEPTH, MAX_CONTAINERS, max_strings, max_string_bytes)
     has_few_strings = len(raw) <= max_strings or raw.count(b'"') <= max_strings
     num_containers = len(raw) - len(raw.translate(None, b"[{"))  # in less time than two counts
-    is_short = has_few_strings and num_containers <= min(max_depth, max_containers)
-    return 0 if is_short else scan(raw, max_depth, max_containers, max_strings)
+    is_short = has_few_strings and num_containers <= MAX_DEPTH
+    return 0 if is_short else scan(raw, MAX_DEPTH, MAX_CONTAINERS, max_strings)
 
 
 async def send_whole(

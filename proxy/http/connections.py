@@ -30,6 +30,8 @@ LEFT = "turnwise.left"
 """Name of the scope's extension with a future that is done when the client has closed its connection."""
 CLOSING = "turnwise.closing"
 """Name of the scope's extension with a future that is done when the server stops: a reply without an end ends then."""
+MAX_HEAD_BYTES = 64 * 2**10
+"""Longest head of a request: its line and its headers."""
 LINE_BYTES = 4
 """Bytes of a header line in addition to name and value."""
 COPIED_BYTES = 64 * 2**10
@@ -198,7 +200,7 @@ class LimitedHttp(HttpToolsProtocol):
             self._arm()
         if began_before and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
-            if self._head_bytes > self._settings.max_header_bytes:
+            if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(*self._too_long())
 
     def _feed(self, data: bytes) -> bytes | None:
@@ -248,7 +250,7 @@ class LimitedHttp(HttpToolsProtocol):
     def _check_head(self) -> Refusal | None:
         """Return why a request is refused by its head alone, None if it is not."""
         num_header_bytes = sum(map(len, itertools.chain.from_iterable(self.headers)))
-        if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self._settings.max_header_bytes:
+        if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > MAX_HEAD_BYTES:
             return self._too_long()
         version, method = self.parser.get_http_version(), self.parser.get_method()
         if version != SERVED_VERSION:
@@ -332,8 +334,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
 
     def _too_long(self) -> Refusal:
-        limit = self._settings.max_header_bytes
-        message = f"the request's line and headers are longer than {limit} bytes, which is the limit"
+        message = f"the request's line and headers are longer than {MAX_HEAD_BYTES} bytes, which is the limit"
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
 
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:

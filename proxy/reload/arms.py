@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 MIN_ENGINES = 2
 """Serving engines that a trial or a hold-out of whole weights needs."""
+MAX_DRIFT_NATS = 1.0
+"""Largest KL divergence of a canary from the served version over the checkpoint's own probe, a token."""
 MAX_LOAD_ATTEMPTS = 3
 """Attempts to load a version whose failures may pass, as those of a busy engine do; it fails after the last."""
 RETRY_LOAD_SECONDS = 1.0
@@ -399,9 +401,10 @@ class Arms:
         before = await self.loader.probed(control.lane_of(active), probe)
         after = await self.loader.probed(tried.lane_of(canary), probe)
         nats = drift(before.values(), after.values())
-        limit = self.settings.canary_drift_nats
-        if nats > limit:
-            raise ReloadFailed(f"it is {nats:.3g} nats a token from the served version; the limit is {limit:g}")
+        if nats > MAX_DRIFT_NATS:
+            raise ReloadFailed(
+                f"it is {nats:.3g} nats a token from the served version; the limit is {MAX_DRIFT_NATS:g}"
+            )
 
     async def _end(self, canary: PolicyVersion, active: PolicyVersion | None, reason: str | None = None) -> None:
         """End a trial: roll its version back, or without a reason end it without a verdict.

@@ -45,6 +45,8 @@ from turnwise.version_directory import MANIFEST, base_version
 log = logging.getLogger(__name__)
 
 DROPS_WEIGHTS = 2
+POLL_SECONDS = 0.2
+"""How often a newer policy version is looked for."""
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
 OWN_MODEL_SECONDS = 5.0
@@ -181,7 +183,7 @@ class Reloader:
             engines = [engine for engine in self._pool.engines if is_due or not engine.is_serving]
             await self._try(self._check_engines(engines))
             await self._try(self._follow())
-            await asyncio.sleep(self._settings.policies_poll_seconds)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _try(self, part: Awaitable[None]) -> None:
         """Finish a part of a round, or count and log why it failed; the next round does it again."""

@@ -13,6 +13,8 @@ from turnwise.types import Json
 
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
+BROKEN_RISE = 0.1
+"""How far a canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
 ALPHA = 0.05
 NARROWEST_AT = 500
 MIN_REWARDS = 8
@@ -41,10 +43,8 @@ def judge(canary: arms.Arm, control: arms.Arm, settings: ProxySettings) -> Verdi
     rise = canary.broken_share - control.broken_share
     variances = (each.broken_share * (1 - each.broken_share) / max(1, each.num_turns) for each in (canary, control))
     spread = math.sqrt(sum(variances))
-    if rise - NUM_STANDARD_ERRORS * spread > settings.canary_broken_rise:
-        return Verdict(
-            False, f"{rise:.1%} more of its turns are broken; the limit is {settings.canary_broken_rise:.1%}"
-        )
+    if rise - NUM_STANDARD_ERRORS * spread > BROKEN_RISE:
+        return Verdict(False, f"{rise:.1%} more of its turns are broken; the limit is {BROKEN_RISE:.1%}")
     is_final = canary.num_sessions >= settings.canary_max_sessions
     if min(len(canary.rewards), len(control.rewards)) < enough:
         return Verdict(True, f"{rise:+.1%} broken turns, and too few rewards to compare") if is_final else None

@@ -23,7 +23,7 @@ from proxy.auth import OPEN, Principal
 from proxy.calls.capture import Running
 from proxy.calls.resuming import read_turns, resume
 from proxy.calls.retries import Attempt, attempt_of, request_digest
-from proxy.dialects.base import Call, Dialect, WireRoute
+from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
 from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES, SESSION_PREFIX
 from proxy.engines.engine import Engine
 from proxy.http import problems
@@ -304,19 +304,14 @@ class SampleEndpoint(Endpoint):
     ) -> tuple[Call, bytes]:
         settings = self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        body = await parse_object(raw, **settings.json_limits)
+        body = await parse_object(raw, settings.max_json_string_bytes)
         if self._dialect.reads_url:
             body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
-        if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
+        if turn_ids := self._dialect.referenced_turns(body)[:MAX_MESSAGES]:
             views = await read_turns(self._services.database, turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
-        call = self._dialect.parse(
-            body,
-            max_choices=settings.max_choices,
-            max_messages=settings.max_messages,
-            failed_tool_text=settings.failed_tool_text,
-        )
+        call = self._dialect.parse(body, failed_tool_text=settings.failed_tool_text)
         own_fields = Engine.own_fields
         if not own_fields.isdisjoint(call.body):
             call.dropped_fields = sorted(own_fields.intersection(call.body))

@@ -255,7 +255,7 @@ def _check_parameters(request: Request, known: list[str]) -> None:
 
 
 MAX_BYTES = 2**20
-MAX_STRINGS = 8_192
+MAX_CONTROL_STRINGS = 8_192
 """Bounds of a control-plane body, which is decoded on the event loop."""
 
 
@@ -271,12 +271,9 @@ class CheckedRequest(Request):
 class CheckedRoute(APIRoute):
     """A route that reads its body under the proxy's limits."""
 
-    def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:
-        """Return the limit of the body's bytes, and those of its JSON."""
-        limits = settings.json_limits
-        return min(settings.max_body_bytes, MAX_BYTES), limits | {
-            "max_strings": min(limits["max_strings"], MAX_STRINGS)
-        }
+    def limits(self, settings: ProxySettings) -> tuple[int, int]:
+        """Return the limits of the body's bytes and of its strings."""
+        return min(settings.max_body_bytes, MAX_BYTES), MAX_CONTROL_STRINGS
 
     async def authorise(self, request: Request) -> None:
         await caller(request)
@@ -302,9 +299,9 @@ class CheckedRoute(APIRoute):
                     held.enter_context(
                         await services.bodies.reserve(await caller(request), dict(request.scope["headers"]))
                     )
-                    max_bytes, limits = self.limits(services.settings)
+                    max_bytes, max_strings = self.limits(services.settings)
                     raw = await read_body(request.receive, max_bytes=max_bytes)
-                    await check_limits(raw, **limits)
+                    await check_limits(raw, services.settings.max_json_string_bytes, max_strings)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
                 checked.decoded = await self.decode(raw)
                 return await handle(checked)

@@ -68,10 +68,10 @@ class CountEndpoint(Endpoint):
 
     async def _read(self, raw: bytes, scope: Scope) -> Call:
         settings = self._services.settings
-        body = await parse_object(raw, **settings.json_limits)
+        body = await parse_object(raw, settings.max_json_string_bytes)
         body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
         chat = self._dialect.count_request(body, failed_tool_text=settings.failed_tool_text)
-        call = registry.DIALECTS[0].parse(chat, max_choices=1, max_messages=settings.max_messages)
+        call = registry.DIALECTS[0].parse(chat)
         call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
         return call
 

@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model
 from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Principal
+from proxy.http.asgi import MAX_STRINGS
 from proxy.routes.control import Body, Caller, CheckedRoute, Count, Here, Id, RewardValue, Text, describe_answer, page
 from proxy.routes.sessions import GAMMA_UNUSED, session_filter
 from proxy.services import Services
@@ -83,8 +84,8 @@ _lines: TypeAdapter[list[RewardLine]] = TypeAdapter(RewardLines)
 class RewardsRoute(CheckedRoute):
     """A route whose body may be long: it is decoded and checked in a thread."""
 
-    def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:
-        return settings.max_body_bytes, settings.json_limits
+    def limits(self, settings: ProxySettings) -> tuple[int, int]:
+        return settings.max_body_bytes, MAX_STRINGS
 
     async def decode(self, raw: bytes) -> list[RewardLine] | None:
         """Return the lines; None leaves a body that is not JSON to FastAPI, which names the error.

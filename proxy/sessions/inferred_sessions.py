@@ -15,7 +15,7 @@ import cachetools
 
 from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
-from proxy.sessions.memory import LiveSession, SessionCache
+from proxy.sessions.memory import MAX_SESSIONS, LiveSession, SessionCache
 from proxy.settings import ProxySettings
 from turnwise.store import conversations
 from turnwise.store.database import Connection, Database
@@ -61,9 +61,9 @@ class InferredSessions:
         self._is_shared = settings.workers > 1
         self._reserved = reserved
         """Ids of the turns that running calls extend."""
-        self._ids = SessionIds(settings.cache_sessions)
+        self._ids = SessionIds(MAX_SESSIONS)
         """By the conversations of the turns that were committed here, and by the ids of their tool calls."""
-        self._unanswered = SessionIds(settings.cache_sessions)
+        self._unanswered = SessionIds(MAX_SESSIONS)
         """Those whose only calls failed before a token was sampled, by the digest of the request."""
 
     def add(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:

@@ -36,6 +36,8 @@ from turnwise.store import conversations, forks, sessions
 from turnwise.store.database import Connection, Database
 from turnwise.types import Outcome, Role, Session, SessionKey, Turn
 
+MAX_SESSIONS = 20_000
+"""Maximum number of sessions in the memory of one process."""
 SESSION_BYTES = 1_000
 """Memory of a session without turns and documents."""
 DECODED = 10
@@ -188,7 +190,7 @@ class SessionCache(LiveSessions):
         faults: FaultPoints,
         pins: Pins,
     ) -> None:
-        super().__init__(settings.cache_sessions, settings.session_cache_bytes, settings.token_cache_bytes)
+        super().__init__(MAX_SESSIONS, settings.cache_bytes * 2 // 5, settings.cache_bytes // 10)
         self.fields_read = NO_FIELDS
         """What the digests of its turns cover beside roles, text and tool calls."""
         self.pins = pins

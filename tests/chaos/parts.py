@@ -16,7 +16,7 @@ PROXY_FLAGS = (
     "default",
     *("--commit-timeout-seconds", "3", "--engine-timeout-seconds", "5", "--reload-timeout-seconds", "5"),
     # Small caches: memory must be flat, and evicted entries must be read from the store.
-    *("--cache-sessions", "64", "--token-cache-bytes", "262144", "--replay-bytes", "262144"),
+    *("--cache-bytes", "1048576"),
 )
 TRAINER_PROGRAM = Path(__file__).parents[1] / "support" / "claiming_trainer.py"
 KIBIBYTE = 1024

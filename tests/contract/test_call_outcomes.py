@@ -169,7 +169,7 @@ def test_a_whole_reply_without_a_finish_reason_is_stored_and_a_retry_with_its_ke
     fake_engine, start_proxy
 ):
     """Also where the proxy keeps no answers: what is stored under a key can be repeated."""
-    proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
+    proxy = start_proxy(fake_engine.url, "--cache-bytes", "0")
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word").model_copy(update={"finish_reason": None})))
     replies = [
         httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers={"idempotency-key": "k"}) for _ in range(2)

@@ -56,9 +56,9 @@ def test_a_streamed_second_turn_passes_few_functions_in_few_files(tmp_path, monk
     """
     trace = Trace()
     # On a busy machine these timers would run in every turn.
-    rare = {"policies_poll_seconds": 600.0}
+    monkeypatch.setattr("proxy.reload.driver.POLL_SECONDS", 600.0)
     monkeypatch.setattr("proxy.writer.client.CHECK_SECONDS", 600.0)
-    with in_process_proxy(tmp_path, engine_check="strict", wrap=trace.wrap, **rare) as (http, _):
+    with in_process_proxy(tmp_path, engine_check="strict", wrap=trace.wrap) as (http, _):
         wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello."}]
         later: list[set[CodeType]] = []

@@ -182,7 +182,7 @@ def test_engines_on_a_cpu_cannot_sleep(model, monkeypatch):
 
 
 def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
-    (tmp_path / "all.toml").write_text("[up]\nengine_port = 8111\n[proxy]\nmax_choices = 2\n")
+    (tmp_path / "all.toml").write_text("[up]\nengine_port = 8111\n[proxy]\nmax_images = 2\n")
     output = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
     assert output["settings"]["engine_port"] == 8111
     assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in output["commands"].values())

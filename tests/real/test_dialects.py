@@ -238,7 +238,7 @@ ASKED_TWICE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in_each_dialect(start_proxy, fake_engine):
-    proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
+    proxy = start_proxy(fake_engine.url, "--cache-bytes", "0")
     fake_engine.calls.clear()
     for route, (body, answer) in ASKED_TWICE.items():
         for stream in (False, True):
@@ -263,7 +263,7 @@ def test_a_replayed_answer_that_is_read_from_the_store_has_the_ids_and_logprobs_
     start_proxy, fake_engine, route, stream
 ):
     """Of a call that extends another one too: its prompt is the whole one. A stream's tokens come in one chunk."""
-    proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
+    proxy = start_proxy(fake_engine.url, "--cache-bytes", "0")
     body, _ = ASKED_TWICE[route]
     if "messages" in body:
         reply = httpx2.post(f"{proxy.session_v1('s')}/{route}", json={"model": "fake", **body}).json()

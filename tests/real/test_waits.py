@@ -105,6 +105,6 @@ async def longest_pause() -> float:
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0.01)
     with pytest.raises(TooLarge, match="more than 32768 arrays and objects"):
-        await parse_object(HOSTILE, **ProxySettings().json_limits)
+        await parse_object(HOSTILE, ProxySettings().max_json_string_bytes)
     watching.cancel()
     return longest[0]

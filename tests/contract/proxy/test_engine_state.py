@@ -139,10 +139,11 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     await engine.close()
 
 
-async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine):
+async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine, monkeypatch):
     """Without this it would wait for `engine_timeout_seconds`, 600 s by default."""
     fake_engine.fail_next(Fault(kind=FaultKind.HANG))
-    engine = Engine(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
+    monkeypatch.setattr("proxy.engines.engine.GONE_SECONDS", 0.0)
+    engine = Engine(fake_engine.url, timeout_seconds=600)
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)

@@ -72,8 +72,9 @@ def pictures() -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 @pytest.fixture
-def fetching(tmp_path: Path) -> Iterator[TestClient]:
-    limits = {"max_image_bytes": len(PNG) * 2, "image_fetch_seconds": 1.0, "max_images": 3}
+def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    monkeypatch.setattr("proxy.calls.images.FETCH_SECONDS", 1.0)
+    limits = {"max_image_bytes": len(PNG) * 2, "max_images": 3}
     with in_process_proxy(tmp_path, fetch_images=True, **limits) as (client, _):
         yield client
 

@@ -36,9 +36,7 @@ def retries_of(max_bytes: int) -> Retries:
 def asked(
     text: str = "Hello.", *, key: str | None = None, principal: Principal = AGENT, **fields: Any
 ) -> tuple[Call, Principal]:
-    call = ChatCompletions().parse(
-        {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
-    )
+    call = ChatCompletions().parse({"messages": [{"role": "user", "content": text}], **fields})
     call.idempotency_key, call.session_id, call.is_retry = key, principal.session_id, key is None
     return call, principal
 
@@ -140,13 +138,13 @@ async def test_the_oldest_answers_are_evicted_first():
     assert found == [None, b"answer", b"answer"]
 
 
-@pytest.mark.parametrize("replay_bytes", [10**6, 0])
+@pytest.mark.parametrize("cache_bytes", [10**7, 0])
 @pytest.mark.parametrize("field", ["conversation", "previous_response_id"])
 def test_a_keyed_call_that_continues_stored_turns_and_refers_to_their_items_is_found_again(
-    field: str, replay_bytes: int, tmp_path: Path
+    field: str, cache_bytes: int, tmp_path: Path
 ):
     keyed, start = {"idempotency-key": "k"}, {"input": "One", "conversation": "conv_kim"}
-    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
+    with in_process_proxy(tmp_path, cache_bytes=cache_bytes) as (http, _):
         one, two = (http.post("/v1/responses", json=start).raise_for_status().json() for _ in range(2))
         given = [{"type": "item_reference", "id": one["output"][0]["id"]}, {"role": "user", "content": "Three"}]
         ask = {"input": given, field: {"conversation": "conv_kim", "previous_response_id": one["id"]}[field]}
@@ -156,22 +154,22 @@ def test_a_keyed_call_that_continues_stored_turns_and_refers_to_their_items_is_f
         assert http.post("/v1/responses", json=other, headers=keyed).status_code == 409
 
 
-@pytest.mark.parametrize("replay_bytes", [10**6, 0])
-def test_a_repeated_answer_names_the_session_and_the_version_of_the_first(replay_bytes: int, tmp_path: Path):
+@pytest.mark.parametrize("cache_bytes", [10**7, 0])
+def test_a_repeated_answer_names_the_session_and_the_version_of_the_first(cache_bytes: int, tmp_path: Path):
     """In memory and in the store; neither call names a session."""
     ask, keyed = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}, {"idempotency-key": "k"}
-    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
+    with in_process_proxy(tmp_path, cache_bytes=cache_bytes) as (http, _):
         first, again = (http.post("/v1/chat/completions", json=ask, headers=keyed).raise_for_status() for _ in range(2))
     assert again.json()["id"] == first.json()["id"]
     for name in ("x-session-id", "x-policy-version"):
         assert again.headers[name] == first.headers[name]
 
 
-@pytest.mark.parametrize("replay_bytes", [10**6, 0])
-def test_another_api_key_under_the_same_idempotency_key_samples_its_own_reply(replay_bytes: int, tmp_path: Path):
+@pytest.mark.parametrize("cache_bytes", [10**7, 0])
+def test_another_api_key_under_the_same_idempotency_key_samples_its_own_reply(cache_bytes: int, tmp_path: Path):
     """In memory and in the store; both name the same session."""
     ask, found = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}, []
-    with in_process_proxy(tmp_path, replay_bytes=replay_bytes) as (http, _):
+    with in_process_proxy(tmp_path, cache_bytes=cache_bytes) as (http, _):
         for key in ("one", "other", "one", "other"):
             headers = {"authorization": f"Bearer {key}", "idempotency-key": "k"}
             reply = http.post("/sessions/s/v1/chat/completions", json=ask, headers=headers).raise_for_status()

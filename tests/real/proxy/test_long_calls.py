@@ -56,9 +56,10 @@ def test_a_long_request_is_answered_and_stored_whole(name, tmp_path):
 @pytest.mark.parametrize(
     "name", ["chat", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name != "chat")]
 )
-def test_a_request_with_too_many_strings_is_refused_with_the_limit(name, tmp_path):
+def test_a_request_with_too_many_strings_is_refused_with_the_limit(name, tmp_path, monkeypatch):
     path, body, _ = CALLS[name]
-    with in_process_proxy(tmp_path, max_json_strings=9_000) as (http, _):
+    monkeypatch.setattr("proxy.http.asgi.MAX_STRINGS", 9_000)
+    with in_process_proxy(tmp_path) as (http, _):
         refused = http.post(path, json=body)
         assert refused.status_code == 413
         assert "more than 9000 strings, keys included" in refused.text

@@ -64,7 +64,7 @@ def sessions(database: CountedReads, writer: Writer) -> Sessions:
 
 
 def call_of(*messages: Json, **fields) -> Call:
-    call = ChatCompletions().parse({"messages": list(messages)}, max_choices=1, max_messages=100)
+    call = ChatCompletions().parse({"messages": list(messages)})
     for field, value in fields.items():
         setattr(call, field, value)
     return call
@@ -131,7 +131,7 @@ async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
     writer: Writer, database: CountedReads, read_turns: list[list[str]]
 ):
     """There is memory for one session."""
-    sessions = Sessions(database, writer, ProxySettings(session_cache_bytes=0), Metrics())
+    sessions = Sessions(database, writer, ProxySettings(cache_bytes=0), Metrics())
     stored = [add_session(database, name, turns=3) for name in ("long", "other")]
     first = await sessions.cache.open(stored[0])
     await sessions.cache.open(stored[1])

@@ -30,7 +30,7 @@ PROMPT_TEXT = b"1,2,3"
 
 
 def call_of(*messages: Json, key: str | None = None, **fields: Any) -> Call:
-    call = ChatCompletions().parse({"messages": list(messages), **fields}, max_choices=8, max_messages=10)
+    call = ChatCompletions().parse({"messages": list(messages), **fields})
     call.idempotency_key = key
     return call
 

@@ -22,7 +22,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def call(messages: list[Json], **fields: object):
-    return ChatCompletions().parse({"messages": messages, **fields}, max_choices=8, max_messages=100)
+    return ChatCompletions().parse({"messages": messages, **fields})
 
 
 def stored(

@@ -32,7 +32,7 @@ def called(index: int, arguments: str | None = None, name: str = "") -> Json:
 
 
 def call_of(dialect: Dialect, body: Json, *, stream: bool) -> Call:
-    return dialect.parse({**body, "stream": stream}, max_choices=4, max_messages=9)
+    return dialect.parse({**body, "stream": stream})
 
 
 def read_stream(dialect: Dialect, body: Json, deltas: list[Json], finish_reason: str) -> list[Json]:
@@ -407,13 +407,13 @@ def test_a_failed_tool_call_says_so_in_its_text(mark, content, said):
     called_before = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
     result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": content}
     asked = {"max_tokens": 9, "messages": [called_before, {"role": "user", "content": [result]}]}
-    call = Messages().parse(asked, max_choices=1, max_messages=9, failed_tool_text=mark)
+    call = Messages().parse(asked, failed_tool_text=mark)
     assert call.messages[-1] == {"role": "tool", "tool_call_id": "c", "content": said}
     assert Messages().count_request(asked, failed_tool_text=mark)["messages"] == call.messages
     texts = [{**part, "type": "input_text"} for part in content] if isinstance(content, list) else content
     items: list[Any] = [{"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}]
     for status in ("failed", "incomplete", "completed"):
         output = {"type": "function_call_output", "call_id": "c", "output": texts, "status": status}
-        call = Responses().parse({"input": [*items, output]}, max_choices=1, max_messages=9, failed_tool_text=mark)
+        call = Responses().parse({"input": [*items, output]}, failed_tool_text=mark)
         plain = said.removeprefix("It failed.").lstrip("\n")
         assert call.messages[-1]["content"] == (plain if status == "completed" else said)

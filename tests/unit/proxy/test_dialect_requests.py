@@ -19,11 +19,11 @@ from turnwise.errors import InvalidRequest
 
 
 def messages_call(*messages: dict[str, Any]) -> Call:
-    return Messages().parse({"max_tokens": 9, "messages": list(messages)}, max_choices=1, max_messages=99)
+    return Messages().parse({"max_tokens": 9, "messages": list(messages)})
 
 
 def gemini_call(**body: Any) -> Call:
-    return Gemini().parse({"model": "m", "stream": False, **body}, max_choices=4, max_messages=99)
+    return Gemini().parse({"model": "m", "stream": False, **body})
 
 
 def test_consecutive_messages_of_a_role_are_one_message():
@@ -157,21 +157,21 @@ def test_what_no_chat_message_holds_is_refused_by_name_and_not_lost(asked, refus
     """Without it the model would read a call without arguments, `None`, or nothing at all."""
     dialect, body = asked
     with pytest.raises(InvalidRequest, match=re.escape(refusal)):
-        dialect.parse({"model": "m", "stream": False, **body}, max_choices=1, max_messages=9)
+        dialect.parse({"model": "m", "stream": False, **body})
 
 
 def test_a_null_text_is_empty_and_not_the_word_none():
     call = messages_call({"role": "user", "content": [{"type": "text", "text": None}]})
     assert call.messages == [{"role": "user", "content": ""}]
     asked = {"role": "user", "content": [{"type": "input_text", "text": None}, {"type": "input_text", "text": "Hi."}]}
-    call = Responses().parse({"input": [asked]}, max_choices=1, max_messages=9)
+    call = Responses().parse({"input": [asked]})
     assert call.messages == [{"role": "user", "content": "\nHi."}]
 
 
 def test_a_part_of_a_reply_without_a_type_is_text():
     parts = [{"text": "a"}, {"type": "refusal", "refusal": "b"}]
     items = [{"type": "reasoning", "summary": [{"text": "x"}]}, {"role": "assistant", "content": parts}]
-    call = Responses().parse({"input": items}, max_choices=1, max_messages=9)
+    call = Responses().parse({"input": items})
     assert call.messages == [{"role": "assistant", "content": "ab", "reasoning": "x"}]
 
 
@@ -198,14 +198,14 @@ def test_one_allowed_tool_that_is_required_is_the_named_tool():
         asked = {"input": "Hi.", "tools": tools} | {
             "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": named}
         }
-        assert Responses().parse(asked, max_choices=1, max_messages=9).body["tool_choice"] == choice
+        assert Responses().parse(asked).body["tool_choice"] == choice
 
 
 def test_the_earlier_name_of_an_output_format_constrains_the_reply_too():
     wanted = {"type": "json_schema", "schema": {"type": "object"}}
     asked = {"max_tokens": 9, "messages": [SAID_USER]}
     bodies = [{**asked, "output_format": wanted}, {**asked, "output_config": {"format": wanted}}]
-    first, second = (Messages().parse(body, max_choices=1, max_messages=9).body for body in bodies)
+    first, second = (Messages().parse(body).body for body in bodies)
     assert first == second
     assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
@@ -227,7 +227,7 @@ def test_an_image_in_a_function_response_reaches_the_engine():
 @pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
 def test_each_effort_reaches_the_engine_by_its_own_name(effort):
     asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}], "output_config": {"effort": effort}}
-    assert Messages().parse(asked, max_choices=1, max_messages=9).body["reasoning_effort"] == effort
+    assert Messages().parse(asked).body["reasoning_effort"] == effort
     for level in (effort.upper(), "MINIMAL"):
         config = {"thinkingConfig": {"thinkingLevel": level}}
         call = gemini_call(contents=[{"parts": [{"text": "Hi."}]}], generationConfig=config)
@@ -244,7 +244,7 @@ def type_names(declared: Any) -> list[str]:
 def parsed_or_refused(dialect: Any, body: dict[str, Any], kind: str) -> list[Any]:
     """Return the messages of a request, or of one that is refused, its refusal, which names the type."""
     try:
-        return dialect.parse(body, max_choices=1, max_messages=99).messages
+        return dialect.parse(body).messages
     except InvalidRequest as error:
         refusal = str(error)
     assert kind in refusal
@@ -277,7 +277,7 @@ def test_each_type_of_block_of_anthropic_s_sdk_is_served_or_refused_by_name(kind
     asked = {"max_tokens": 9, "messages": [{"role": role.replace("result", "user"), "content": content}]}
     messages = parsed_or_refused(Messages(), asked, kind)
     if role == "assistant":
-        dropped = Messages().parse(asked, max_choices=1, max_messages=99).dropped_items
+        dropped = Messages().parse(asked).dropped_items
         assert dropped == ([] if kind in ("text", "compaction", "thinking", "tool_use") else [kind])
     is_served = kind in SERVED_BLOCKS - {"tool_result"} or (kind == "tool_result" and role == "user")
     if is_served and (role != "assistant" or kind in ("text", "compaction")):
@@ -322,7 +322,7 @@ def test_each_type_of_item_of_openai_s_sdk_is_served_with_its_output_or_refused_
     if kind != "item_reference":
         messages = parsed_or_refused(Responses(), {"input": [item]}, kind)
         if not messages:
-            assert Responses().parse({"input": [item]}, max_choices=1, max_messages=99).dropped_items == [kind]
+            assert Responses().parse({"input": [item]}).dropped_items == [kind]
         if kind.endswith("_call") and f"{kind}_output" in type_names(ResponseInputItemParam):
             answered = parsed_or_refused(Responses(), {"input": [item, {**item, "type": f"{kind}_output"}]}, kind)
             assert len(answered) in (0, 2)

@@ -114,7 +114,7 @@ async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     """Without the probe there is no other way to detect it."""
     engine, live = pool.engines[0], LiveSession(SESSIONS[0])
     engine.adapters[3] = Lane(engine, 3, adapter_name(3))
-    call = ChatCompletions().parse({"echo": True}, max_choices=1, max_messages=1)
+    call = ChatCompletions().parse({"echo": True})
     with pytest.raises(InvalidRequest, match="LoRA"):
         await engine.sample(call, CallPlace(live, live.session, live.forest, conversation_of(call)), "", {})
 

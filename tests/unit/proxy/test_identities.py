@@ -16,7 +16,7 @@ THREAD = "0195f4c2-7d1e-7a3b-9c55-000000000000"
 def named(
     headers: dict[str, str], body: dict[str, Any] | None = None, path: str | None = None, ignored: tuple[str, ...] = ()
 ) -> Call:
-    call = ChatCompletions().parse({"messages": [], **(body or {})}, max_choices=1, max_messages=1)
+    call = ChatCompletions().parse({"messages": [], **(body or {})})
     name_session(call, path, {name.encode(): value.encode() for name, value in headers.items()}, ignored)
     return call
 

@@ -148,9 +148,9 @@ async def test_a_call_that_waits_for_its_rate_limit_is_admitted_when_the_bucket_
 
 
 def test_each_worker_gets_its_share_of_the_limits_rounded_up():
-    shared = ProxySettings(workers=3, max_concurrent_calls=100, key_max_calls=2, replay_bytes=9, queue_seconds=1.0)
+    shared = ProxySettings(workers=3, max_concurrent_calls=100, key_max_calls=2, cache_bytes=9, queue_seconds=1.0)
     share = shared.divided()
-    assert (share.max_concurrent_calls, share.key_max_calls, share.replay_bytes) == (34, 1, 3)
+    assert (share.max_concurrent_calls, share.key_max_calls, share.cache_bytes) == (34, 1, 3)
     assert share.tenant_max_calls is None
     assert share.queue_seconds == 1.0
 

@@ -95,7 +95,7 @@ CALLER = Principal(tenant="tenant", role="agent", key_id="k", root_key_id="k")
 
 
 def read_chat(messages: list[Json], conversations: Conversations, session_id: str = "s") -> ConversationDigests:
-    call = ChatCompletions().parse({"messages": messages}, max_choices=1, max_messages=99)
+    call = ChatCompletions().parse({"messages": messages})
     call.session_id = session_id
     return asyncio.run(conversations.read(call, CALLER, NO_FIELDS))
 
@@ -185,7 +185,7 @@ def test_every_dialect_digests_only_the_messages_that_are_new(dialect, monkeypat
         return message_digest(message, *args)
 
     def read(num_messages: int, conversations: Conversations) -> tuple[ConversationDigests, bytes, list[Json]]:
-        call = dialect.parse(body_of(dialect, num_messages), max_choices=1, max_messages=10_000)
+        call = dialect.parse(body_of(dialect, num_messages))
         call.session_id = "s"
         found = asyncio.run(conversations.read(call, CALLER, NO_FIELDS))
         return found, call.messages_json, call.messages

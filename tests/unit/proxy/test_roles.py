@@ -20,7 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def call_of(*messages: Json, agent_id: str | None = None, **fields: Any) -> Call:
-    call = ChatCompletions().parse({"messages": list(messages), **fields}, max_choices=1, max_messages=9)
+    call = ChatCompletions().parse({"messages": list(messages), **fields})
     call.agent_id = agent_id
     return call
 

@@ -103,7 +103,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 
 
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
-    call = dialect.parse(body, max_choices=4, max_messages=10)
+    call = dialect.parse(body)
     live = LiveSession(Session(session_id="s", tenant="team"))
     place = CallPlace(live, live.session, live.forest, conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
@@ -171,7 +171,7 @@ def test_the_tokens_of_thoughts_are_counted_apart_in_googles_usage():
     """4 of the 9 sampled tokens are thoughts."""
     usage = {"prompt_tokens": 3, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
     reply = json.dumps({"id": "chatcmpl-1", "model": MODEL, "choices": [], "usage": usage}).encode()
-    call = Gemini().parse(CALLS[-1][1], max_choices=4, max_messages=10)
+    call = Gemini().parse(CALLS[-1][1])
     counts = json.loads(Gemini().encode_reply(reply, call))["usageMetadata"]
     assert counts == {
         "promptTokenCount": 3,
@@ -211,7 +211,7 @@ def test_objects_are_decoded_wherever_the_stream_is_cut():
 def reply_to(send: Send) -> ReplySender:
     dialect = ChatCompletions()
     reply = ReplySender(send, dialect)
-    reply.call = dialect.parse({"messages": [], "stream": True}, max_choices=1, max_messages=1)
+    reply.call = dialect.parse({"messages": [], "stream": True})
     return reply
 
 
