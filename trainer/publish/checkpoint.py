@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import functools
-import itertools
 import logging
-import re
 import secrets
 import shutil
 import socket
@@ -59,13 +56,6 @@ WRITING = ".writing-"
 REPLACED = ".replaced-"
 UNPUBLISHED = "unpublished-"
 """Prefix of a directory that was set aside, because the database does not know its version."""
-UNPUBLISHED_DAYS = 7
-"""How long such a directory is kept: the first start of a trainer after the day in its name removes it."""
-UNTIL = ".until-"
-
-_LAST_DAY = re.compile(re.escape(UNTIL) + r"(\d{4}-\d{2}-\d{2})$")
-
-
 SHARE = "all machines of a trainer need one policies_dir on shared storage, under the same path"
 
 
@@ -96,7 +86,6 @@ class Checkpoints:
                     replaced.replace(place)
             for leftover in self.directory.glob(f"{WRITING}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            self._remove_unpublished()
         except OSError as error:
             raise SettingsError(
                 f"policies_dir {str(self.directory)!r} cannot be used: {error}; name a directory that this user can "
@@ -182,6 +171,7 @@ class Checkpoints:
         """Set aside the version that was written after this one and not published: a crash came in between.
 
         It is renamed, not removed: with an empty database, or one that is a version old, it may belong to another run.
+        The one that was set aside before is removed, so that no number of crashes fills the disk.
 
         Raises:
             SettingsError: There are more of them. No crash leaves more than one, so the database is another one, or an
@@ -194,18 +184,16 @@ class Checkpoints:
                 f"after {version}: it is the database of another run, or an older copy. Name the right database or "
                 "another policies_dir; to go on from this database, move the newer versions away"
             )
-        until = (_today() + datetime.timedelta(days=UNPUBLISHED_DAYS)).isoformat()
+        for before in self.directory.glob(f"{UNPUBLISHED}*") if newer else ():
+            shutil.rmtree(before, ignore_errors=True)
         for found in newer:
             for place in (self.state_directory(found), self.policy_directory(found)):
                 if place.exists():
-                    aside = _unused(place, until)
-                    place.replace(aside)
+                    aside = place.replace(place.parent / f"{UNPUBLISHED}{place.name}")
                     log.warning(
-                        "%s is not in the database: it is now %s, and a start of the trainer after %s removes it; "
-                        "rename it if it is needed",
+                        "%s is not in the database: it is now %s; delete it, or give it another name if it is needed",
                         place,
                         aside,
-                        until,
                     )
 
     def prune(self, protected: set[int]) -> list[int]:
@@ -217,19 +205,6 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
-
-    def _remove_unpublished(self) -> None:
-        today = _today().isoformat()
-        for aside in self.directory.glob(f"{UNPUBLISHED}*"):
-            until = _LAST_DAY.search(aside.name)
-            if until is None or until[1] >= today:
-                continue
-            try:
-                shutil.rmtree(aside)
-            except OSError as error:
-                log.warning("%s was set aside until %s, and cannot be removed: %s", aside, until[1], error)
-            else:
-                log.info("%s was set aside until %s, and is removed", aside, until[1])
 
     def _remove(self, version: int) -> None:
         # The state goes first: a version without state can still be served, one without weights cannot be resumed.
@@ -366,15 +341,6 @@ def _locked(path: Path) -> TextIO:
             ) from error
         log.warning("%s cannot be locked (%s): make sure that no other trainer uses this directory", path, error)
     return path.open("a", encoding="utf-8")
-
-
-def _today() -> datetime.date:
-    return datetime.datetime.now(datetime.UTC).date()
-
-
-def _unused(place: Path, until: str) -> Path:
-    names = (place.parent / f"{UNPUBLISHED}{place.name}-{number}{UNTIL}{until}" for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -127,9 +126,8 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
         (tmp_path / "policies" / version).rename(tmp_path / "policies" / version.replace("4", "3"))
     train(settings_for(tmp_path, model, total_batches=2))
     assert find_versions(tmp_path / "policies") == [1, 2]
-    (aside,) = (tmp_path / "policies").glob("unpublished-v000003-1.until-*")
-    assert (aside / "model.safetensors").is_file()
-    assert list((tmp_path / "policies").glob("unpublished-v000003.trainer-1.until-*"))
+    assert (tmp_path / "policies" / "unpublished-v000003" / "model.safetensors").is_file()
+    assert (tmp_path / "policies" / "unpublished-v000003.trainer").is_dir()
 
 
 @pytest.mark.parametrize("what", ["version", "values", "tensors"])
@@ -148,22 +146,16 @@ def test_a_write_that_fails_is_one_sentence_whatever_library_writes_and_leaves_n
     checkpoints.close()
 
 
-def test_a_version_that_was_set_aside_is_removed_by_the_first_start_after_a_week(place):
-    checkpoints = Checkpoints(place, keep=1)
-    checkpoints.open()
-    checkpoints.write_policy(1, lambda staging: (staging / "model.safetensors").touch(), {})
-    os.utime(checkpoints.policy_directory(1), times=(0, 0))  # the age of its weights does not count
-    first_day = datetime.now(UTC).date()
-    checkpoints.discard_after(0)
-    (aside,) = place.glob("unpublished-*")
-    name, until = aside.name.split(".until-")
-    assert first_day + timedelta(days=7) <= date.fromisoformat(until) <= datetime.now(UTC).date() + timedelta(days=7)
-    for days, is_kept in [(7, True), (1, True), (-1, False)]:
-        checkpoints.close()
-        aside = aside.rename(place / f"{name}.until-{datetime.now(UTC).date() + timedelta(days=days)}")
+def test_crashes_leave_one_version_that_is_set_aside_and_no_other_start_removes_it(place):
+    for crash in ("first", "second"):
+        checkpoints = Checkpoints(place, keep=1)
         checkpoints.open()
-        assert aside.exists() == is_kept
-    checkpoints.close()
+        checkpoints.write_policy(1, lambda staging: (staging / "weights").write_text(crash), {})  # noqa: B023
+        checkpoints.discard_after(0)
+        checkpoints.discard_after(0)
+        (aside,) = place.glob("unpublished-*")
+        assert (aside.name, (aside / "weights").read_text()) == ("unpublished-v000001", crash)
+        checkpoints.close()
 
 
 def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):
