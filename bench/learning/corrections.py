@@ -9,7 +9,6 @@ conversations right after a hint to a random way, which the model can follow at 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import tempfile
@@ -45,9 +44,7 @@ EVALUATE_EVERY = 4
 NUM_UNRELATED = 200
 BATCH = 64
 """Corrections for which the trainer waits."""
-trail.FORMATS["hinted_trail"] = dataclasses.replace(
-    trail.FORMATS["trail"], warm_up_conversation=hinted_trail.warm_up_conversation
-)
+HINTED = trail.WarmUp("hinted_trail", hinted_trail.warm_up_conversation, trail.TOOLS)
 
 
 class CorrectedRun(Run):
@@ -123,7 +120,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    spec = SmallModelSpec(seed=options.seed, world="hinted_trail")
+    spec = SmallModelSpec(warm_up=HINTED, seed=options.seed)
     model = build_small_model(options.models / f"hinted-{options.seed}", spec)
     with tempfile.TemporaryDirectory() as directory, serving_replies(model) as teacher:
         run = CorrectedRun(options.seed, model, Path(directory), teacher=teacher, is_sft=options.sft)

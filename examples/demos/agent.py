@@ -15,6 +15,7 @@ from pydantic import Field
 
 from examples.demos.driver import Demo, DemoSettings, demo_command
 from examples.demos.plain_agent import Split
+from examples.trail.formats import FORMATS
 from turnwise.default_models import trail
 from turnwise.processes.terminal import Say
 from turnwise.types import Json
@@ -45,14 +46,15 @@ class AgentDemo(Demo):
 
     def __init__(self, settings: AgentDemoSettings, say: Say) -> None:
         super().__init__(settings, say)
-        self.world = settings.world
+        self._format = FORMATS[settings.world]
+        self.warm_up = self._format.warm_up
         self.call = ".".join(settings.agent.with_suffix("").parts) + ":play"
         self.python = settings.python
         self.num_parallel = settings.parallel
 
     def task(self, split: Split, index: int, options: Mapping[str, Any]) -> Json:  # noqa: ARG002  it needs none
         """Return a line of a tasks file, which holds the whole task."""
-        return trail.FORMATS[self.world].for_agent(trail.make_task(split, index, self._settings.seed))
+        return self._format.for_agent(trail.make_task(split, index, self._settings.seed))
 
 
 command = demo_command(

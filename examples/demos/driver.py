@@ -98,8 +98,7 @@ AnySettings = TypeVar("AnySettings", bound=DemoSettings)
 class Demo:
     """One run of the demo."""
 
-    world = "trail"
-    """The format of the model's warm-up, a key of `trail.FORMATS`."""
+    warm_up = trail.WARM_UP
     tasks = trail.__name__
     """The module that makes the tasks and grades the answers, for `plain_agent`."""
     options: Mapping[str, Any] = {}
@@ -191,7 +190,7 @@ class Demo:
         from turnwise.default_models.small_model import ensure_small_model  # loads torch
 
         directory = self._settings.out / f"model-{self._settings.seed}"
-        return str(ensure_small_model(directory, self._say, self._settings.seed, world=self.world))
+        return str(ensure_small_model(directory, self._say, self._settings.seed, self.warm_up))
 
     def _places(self) -> list[str]:
         """Return the flags of `turnwise up` that name its files."""

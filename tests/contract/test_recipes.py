@@ -21,6 +21,7 @@ from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
 from examples.demos.plain_agent import load_module
 from examples.demos.report import measure_forgetting
+from examples.trail.formats import FORMATS
 from trainer.settings import TrainerSettings
 from turnwise.commands.recipe import find_recipe
 from turnwise.default_models import trail
@@ -135,7 +136,7 @@ def test_an_agent_is_told_how_its_code_failed_and_tries_again():
     assert ["NameError" in messages[-1]["content"] for messages in said] == [False, True, True]
 
 
-SHELL = trail.FORMATS["shell_trail"]
+SHELL = FORMATS["shell_trail"]
 BLOCK = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
 """How mini-swe-agent's text mode finds the command of a reply."""
 NUM_TASKS = 20
@@ -144,7 +145,7 @@ NUM_TASKS = 20
 def conversations():
     for index in range(NUM_TASKS):
         task = trail.make_task("warm_up", index, 0)
-        yield task, SHELL.warm_up_conversation(task, random.Random(index))
+        yield task, SHELL.warm_up.conversation(task, random.Random(index))
 
 
 def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):

@@ -8,10 +8,7 @@ tokens, which keeps the demo short. A short supervised warm-up teaches the forma
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import hashlib
-import inspect
 import json
 import random
 import re
@@ -26,6 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from turnwise.default_models import trail
+from turnwise.types import Json
 
 Progress = Callable[[int, int, float], None]
 """Called with the number of finished steps, the total number of steps, and the latest loss."""
@@ -34,6 +32,8 @@ Batch = list[tuple[torch.Tensor, torch.Tensor]]
 """Parts of one batch: the token ids and the mask of the tokens in the loss, both [B, T]."""
 
 SPEC_FILE = "small_model.json"
+VERSION = 1
+"""Raise it with each change of this package that changes the model: directories of another version are replaced."""
 
 PADDING, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (PADDING, START_OF_TURN, END_OF_TURN)
@@ -85,8 +85,8 @@ a later turn extends the tokens of the earlier turn."""
 class SmallModelSpec:
     """The parameters of the model. The same spec gives the same bytes on the same machine."""
 
-    world: str = "trail"
-    """The conversations of the warm-up, a key of `trail.FORMATS`; they determine the agent's format."""
+    warm_up: trail.WarmUp = trail.WARM_UP
+    """The conversations that it learns; they determine the agent's format."""
 
     seed: int = 0
 
@@ -110,28 +110,11 @@ class SmallModelSpec:
     """Threads of torch during the build. Another number changes the last bits of the weights."""
 
     def digest(self) -> str:
-        hashed = [json.dumps(dataclasses.asdict(self), sort_keys=True)]
-        hashed += [code_of(Path(source).read_text(encoding="utf-8")) for source in self._sources()]
-        return hashlib.sha256("\0".join(hashed).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([VERSION, self.named()], sort_keys=True).encode()).hexdigest()
 
-    def _sources(self) -> list[str]:
-        conversations = trail.FORMATS[self.world].warm_up_conversation
-        return list(dict.fromkeys([__file__, str(trail.__file__), str(inspect.getsourcefile(conversations))]))
-
-
-def code_of(source: str) -> str:
-    """Return Python source without comments, docstrings and formatting, so that none of them changes a digest."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            # An expression that is a constant has no effect: docstrings of modules, classes, functions and fields.
-            node.body = [each for each in body if not _is_constant(each)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
-
-
-def _is_constant(statement: ast.AST) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    def named(self) -> Json:
+        """Return the parameters as JSON."""
+        return {**vars(self), "warm_up": self.warm_up.name}
 
 
 def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_progress: Progress | None = None) -> Path:
@@ -155,12 +138,12 @@ def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_pr
 
 
 def ensure_small_model(
-    directory: Path, report: Callable[[str, str], None], seed: int = 0, *, world: str = "trail"
+    directory: Path, report: Callable[[str, str], None], seed: int = 0, warm_up: trail.WarmUp = trail.WARM_UP
 ) -> Path:
     """Build the model if it does not exist, and report the build, which takes a minute; return the directory."""
     if not (directory / SPEC_FILE).is_file():
         report("model", f"building the small demo model into {directory}, about a minute, once")
-    return build_small_model(directory, SmallModelSpec(seed=seed, world=world))
+    return build_small_model(directory, SmallModelSpec(warm_up, seed))
 
 
 def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
@@ -212,11 +195,11 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 def _conversations(spec: SmallModelSpec, count: int) -> Iterator[list[trail.Message]]:
     rng = random.Random(f"warm-up/{spec.seed}")  # noqa: S311 - a game, no secret
     for index in range(count):
-        yield trail.FORMATS[spec.world].warm_up_conversation(trail.make_task("warm_up", index, spec.seed), rng)
+        yield spec.warm_up.conversation(trail.make_task("warm_up", index, spec.seed), rng)
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversation: list[trail.Message]) -> str:
-    return str(tokenizer.apply_chat_template(conversation, tools=trail.FORMATS[spec.world].tools, tokenize=False))
+    return str(tokenizer.apply_chat_template(conversation, tools=spec.warm_up.tools, tokenize=False))
 
 
 def _between_added_tokens(
@@ -322,7 +305,7 @@ def _write_model(directory: Path, spec: SmallModelSpec, on_progress: Progress | 
     model.generation_config.update(do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(directory)
     (directory / "model.safetensors").chmod(0o644)  # written private; the engine may run as another user
-    built = {"digest": spec.digest(), "spec": dataclasses.asdict(spec), "warm_up_loss": loss}
+    built = {"digest": spec.digest(), "spec": spec.named(), "warm_up_loss": loss}
     (directory / SPEC_FILE).write_text(json.dumps(built, indent=2) + "\n")
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.rollout_agents import finished_run
 from turnwise_fake_engine import Reply, Rule
 
+from examples.trail.formats import FORMATS, SUBMIT
 from turnwise.client import Client
 from turnwise.default_models import trail
 
@@ -23,10 +24,10 @@ def test_each_session_is_one_exact_chain_and_commands_get_only_the_variables_tha
     proxy, fake_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("A_SECRET", "hunter2")
-    task = trail.FORMATS["shell_trail"].for_agent(trail.make_task("eval", 0, 0))
+    task = FORMATS["shell_trail"].for_agent(trail.make_task("eval", 0, 0))
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
     first = next(iter(task["files"]))
-    commands = [f"cat {first}", "echo $A_SECRET $PATH; ls -ln; id", f"{trail.SUBMIT}{task['answer']}"]
+    commands = [f"cat {first}", "echo $A_SECRET $PATH; ls -ln; id", f"{SUBMIT}{task['answer']}"]
     for command in reversed(commands):
         fake_engine.answer(Rule(reply=Reply(text=f"```mswea_bash_command\n{command}\n```"), count=1))
     # Each rule answers once; the rule that was inserted last answers first.

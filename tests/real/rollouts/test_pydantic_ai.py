@@ -9,11 +9,12 @@ from support.rollout_agents import finished_run, write_tasks
 from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from examples.demos.agent import AgentDemo, AgentDemoSettings
+from examples.trail.formats import FORMATS
 from turnwise.client import Client
 from turnwise.default_models import trail
 
 ROOT = Path(__file__).parents[3]
-TYPED = trail.FORMATS["typed_trail"]
+TYPED = FORMATS["typed_trail"]
 AGENT = Path("examples/pydantic_ai/trail.py")
 
 
@@ -33,7 +34,7 @@ def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_s
     assert [turn["outcome"] for turn in turns] == ["exact"] * 2
     assert len({turn["chain_id"] for turn in turns}) == 1
     (tool,) = turns[0]["tools"]
-    (expected,) = TYPED.tools or ()
+    (expected,) = TYPED.warm_up.tools or ()
     assert {name: tool["function"][name] for name in expected["function"]} == expected["function"]
     assert {turn["sampling"]["temperature"] for turn in turns} == {0}, "held-out tasks are played greedily"
 
