@@ -131,16 +131,12 @@ def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
     assert "swordfish" not in invoke("up", "--dry-run", "--model", "owner/name", "--database", PASSWORD_URL).output
 
 
-SLOTS = ["--max-loras", "4", "--max-cpu-loras", "16"]
-
-
 def test_a_lora_trainer_enables_adapters_in_the_engine():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nlora_rank = 32\n')
     commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert commands["engine"][-3:] == ["--lora", "--max-lora-rank", "32"]
     Path("turnwise.toml").unlink()
-    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora", *SLOTS).output)
-    assert commands["commands"]["engine"][-4:] == SLOTS
+    commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora").output)
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
 
@@ -193,7 +189,7 @@ def test_eight_gpus_are_used_by_four_engines_and_a_trainer_of_four_processes(mon
     commands = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert list(commands) == ["engine-0", "engine-1", "engine-2", "engine-3", "proxy", "trainer"]
     assert commands["proxy"].count("--engine") == 4
-    assert commands["engine-3"][-4:] == ["--gpus", "3", "--tensor-parallel", "1"]
+    assert commands["engine-3"][-2:] == ["--gpus", "3"]
     assert commands["trainer"][1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     assert commands["trainer"][-1] == "--multi-devices"
 
@@ -265,11 +261,12 @@ def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(
 
 
 def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
-    Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntensor_parallel = 2\ntrainer_gpus = [2, 3]\n")
+    Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntrainer_gpus = [2, 3]\n[engine]\ntensor_parallel = 2\n")
     output = invoke("up", "--dry-run", "--model", "owner/name")
     Path("turnwise.toml").unlink()
     assert output.exit_code == 0, output.output
     assert "# trainer, on GPU 2,3\n" in output.output
+    assert "--gpus 0 --gpus 1\n" in output.output
     assert "--nproc-per-node 2" in output.output
 
 

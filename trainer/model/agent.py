@@ -98,7 +98,7 @@ class PolicyAgent:
                 raise SettingsError(
                     f"a row of {self.row_tokens} tokens does not fit into the memory of {self.policy.device} beside "
                     f"weights and optimizer: set weights_dtype='bfloat16' or optimizer_state='host', use more "
-                    "devices, or lower engine_gpu_memory"
+                    "devices, or lower gpu_memory in [engine]"
                 )
             log.warning("a row of %d tokens does not fit into memory, trying %d", self.row_tokens, shorter)
             self._shorten_rows(shorter)

@@ -45,22 +45,12 @@ class CheckedStack:
 
 def check_up(settings: UpSettings, config: Path | None, vllm_flags: tuple[str, ...] = ()) -> CheckedStack:
     """Refuse a `turnwise up` that cannot succeed, and bring its tables up to date."""
-    gpus = settings.gpu_plan(engine_command.num_gpus())
     trainer = load_trainer(settings, config) if settings.trainer else None
     needs = TrainerNeeds() if trainer is None else needs_of(trainer)
     proxy = load_proxy(settings, config)
     check_port_is_free("the proxy", proxy.host, proxy.port)
-    engine = load_settings(
-        engine_command.EngineSettings,
-        config=config,
-        section="engine",
-        overrides={
-            "model": settings.model or "demo",
-            "port": settings.engine_port or free_port(),
-            "tensor_parallel": settings.tensor_parallel,
-            "lora": needs.lora_rank is not None,
-        },
-    )
+    engine = load_engine(settings, config, needs)
+    gpus = settings.gpu_plan(engine_command.num_gpus(), engine)
     engine_command.check_startable(engine, vllm_flags, is_trained=trainer is not None)
     if needs.engines_sleep and not engine_command.runs_on_gpu(engine):
         raise SettingsError(
@@ -80,6 +70,15 @@ def check_up(settings: UpSettings, config: Path | None, vllm_flags: tuple[str, .
     if served_model.whole_config(settings.model).get("model_type"):
         check_trained(trainer)
     return CheckedStack(gpus, needs, lora_offer(gpus, settings.model, trainer) if is_new else None, note)
+
+
+def load_engine(settings: UpSettings, config: Path | None, needs: TrainerNeeds) -> engine_command.EngineSettings:
+    overrides = {
+        "model": settings.model or "demo",
+        "port": settings.engine_port or free_port(),
+        "lora": needs.lora_rank is not None,
+    }
+    return load_settings(engine_command.EngineSettings, config=config, section="engine", overrides=overrides)
 
 
 def lora_offer(gpus: GpuPlan, model: str, trainer: TrainerSettings) -> str | None:

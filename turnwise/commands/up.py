@@ -83,19 +83,22 @@ def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None
     The database's URL goes by environment.
     The plan may be for another machine: GPUs that the settings name need not exist here.
     """
-    from turnwise.commands.preflight import check_memory, load_proxy, load_trainer, needs_of
+    from turnwise.commands.preflight import check_memory, load_engine, load_proxy, load_trainer, needs_of
     from turnwise.processes.engine_command import num_gpus
     from turnwise.processes.stack import Stack, TrainerNeeds
 
     config = config if config is not None and has_sections(config) else None
     named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
     trainer = load_trainer(settings, config) if settings.trainer else None
-    plan = settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named))))
+    needs = TrainerNeeds() if trainer is None else needs_of(trainer)
+    plan = settings.gpu_plan(
+        max(num_gpus(), *(gpu + 1 for gpu in (-1, *named))), load_engine(settings, config, needs)
+    )
     stack = Stack(
         settings,
         model=settings.model or str(_own_model_directory(settings)),
         gpus=plan,
-        needs=TrainerNeeds() if trainer is None else needs_of(trainer),
+        needs=needs,
         config=config,
         engine_wait_seconds=_engine_wait_seconds(load_proxy(settings, config)),
         vllm_flags=vllm_flags,

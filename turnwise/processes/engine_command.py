@@ -86,8 +86,6 @@ class EngineSettings(Settings):
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048. Of a model with
     longrope, as Phi-4-mini, at most those of its short factors, and of Cohere 2 its window."""
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
-    """Behaviour logprobs are the processed ones; raw ones ignore the temperature, and the proxy refuses them."""
     max_logprobs: int = Field(default=20, ge=0)
     """Most alternatives that a call may ask for at each token."""
     tool_call_parser: str | None = None
@@ -208,7 +206,8 @@ def _cpu_program(settings: EngineSettings) -> list[str]:
 def _shared_flags(settings: EngineSettings) -> list[str]:
     flags = ["--served-model-name", settings.served_model_name or Path(settings.model).name]
     flags += ["--host", settings.host, "--port", str(settings.port)]
-    flags += ["--logprobs-mode", settings.logprobs_mode, "--max-logprobs", str(settings.max_logprobs)]
+    # Raw logprobs ignore the temperature, and the proxy refuses them.
+    flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(settings.max_logprobs)]
     # Requests without sampling parameters are sampled at temperature 1, whatever generation_config.json says.
     flags += ["--generation-config", "vllm"]
     parser = tool_parser_of(settings.model) if settings.tool_call_parser is None else settings.tool_call_parser

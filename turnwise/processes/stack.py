@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, SecretStr
 
@@ -22,6 +22,9 @@ from turnwise.processes.ports import free_port
 from turnwise.processes.supervisor import Child
 from turnwise.processes.terminal import lines_of
 from turnwise.settings import Settings, variable_name
+
+if TYPE_CHECKING:
+    from turnwise.processes.engine_command import EngineSettings
 
 SHARED_GPU_MEMORY = 0.4
 """Share of the engine's memory on a GPU that the trainer uses too: full AdamW needs the larger part."""
@@ -124,21 +127,13 @@ class UpSettings(Settings):
     """Run a trainer; without one the proxy only captures."""
     kind: Literal["full", "lora"] | None = None
     """What is trained and published: all weights or a LoRA adapter; by default the trainer's own setting."""
-    max_loras: int | None = Field(default=None, gt=0)
-    """Adapters that an engine computes in one batch; by default the engine's own setting."""
-    max_cpu_loras: int | None = Field(default=None, gt=0)
-    """Adapters that an engine keeps in memory, at least `max_loras`; by default the engine's own setting."""
     engine_gpus: list[int] | None = Field(default=None, min_length=1)
     """Indexes of the engines' GPUs; by default the one GPU, shared, or the first half of several."""
     trainer_gpus: list[int] | None = Field(default=None, min_length=1)
     """Indexes of the trainer's GPUs, one process each; by default those without an engine."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs of one engine; the engines' GPUs are divided into as many engines."""
-    engine_gpu_memory: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU memory that an engine takes; by default 0.4 on a GPU that the trainer shares, else vLLM's."""
 
-    def gpu_plan(self, num_gpus: int) -> GpuPlan:
-        """Return which process gets which GPUs.
+    def gpu_plan(self, num_gpus: int, engine: EngineSettings) -> GpuPlan:
+        """Return which process gets which GPUs; `engine` are the settings of each engine.
 
         Raises:
             SettingsError: the settings do not fit the machine.
@@ -148,8 +143,8 @@ class UpSettings(Settings):
             has_trainer=self.trainer,
             engine_gpus=None if self.engine_gpus is None else tuple(self.engine_gpus),
             trainer_gpus=None if self.trainer_gpus is None else tuple(self.trainer_gpus),
-            tensor_parallel=self.tensor_parallel,
-            engine_memory=self.engine_gpu_memory,
+            tensor_parallel=engine.tensor_parallel,
+            engine_memory=engine.gpu_memory,
         )
 
 
@@ -212,13 +207,10 @@ class Stack:
         flags = ["--model", self._model, "--port", str(self.engine_ports[position])]
         if gpus := self._gpus.engines[position]:
             flags += [word for gpu in gpus for word in ("--gpus", str(gpu))]
-            flags += ["--tensor-parallel", str(len(gpus))]
         if self._gpus.engine_memory is not None:
             flags += ["--gpu-memory", str(self._gpus.engine_memory)]
         if self._needs.lora_rank is not None:
             flags += ["--lora", "--max-lora-rank", str(self._needs.lora_rank)]
-            slots = (("--max-loras", self._settings.max_loras), ("--max-cpu-loras", self._settings.max_cpu_loras))
-            flags += [word for flag, count in slots if count is not None for word in (flag, str(count))]
         return [*flags, "--", *self._vllm_flags] if self._vllm_flags else flags
 
     def proxy_flags(self) -> list[str]:

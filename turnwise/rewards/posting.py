@@ -38,6 +38,9 @@ from turnwise.rewards.settings import RewardSettings, check
 from turnwise.rewards.sources import Source, make_source
 from turnwise.types import Json
 
+POLL_SECONDS = 2.0
+"""How often a watching process looks for newly ended sessions."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
@@ -187,7 +190,7 @@ class Poster:
             if not self._settings.watch or self._is_full():
                 break
             try:
-                async with asyncio.timeout(self._settings.poll_seconds):
+                async with asyncio.timeout(POLL_SECONDS):
                     await self.stopping.wait()
             except TimeoutError:
                 continue

@@ -65,8 +65,6 @@ class RewardSettings(Settings):
     """Attempts before a session is left without a reward."""
     watch: bool = False
     """Go on with sessions that end later, until interrupted."""
-    poll_seconds: float = Field(default=2.0, gt=0)
-    """With watch: how often newly ended sessions are looked for."""
     max_sessions: int | None = Field(default=None, ge=1)
     """Stop after this number of sessions."""
     state: Path | None = None

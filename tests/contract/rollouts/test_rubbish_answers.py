@@ -53,7 +53,8 @@ class ProxyOfTwoSessions:
         *('{"choices": [{"message": {"content": "{\\"score\\": %s}"}}]}' % ("7" * 400), "\xff"),
     ],
 )
-async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go_on(tmp_path, rubbish):
+async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go_on(tmp_path, monkeypatch, rubbish):
+    monkeypatch.setattr("turnwise.rewards.posting.POLL_SECONDS", 0.01)
     answered = json.dumps({"choices": [{"message": {"content": [{"type": "text", "text": '{"score": 5}'}]}}]})
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -71,7 +72,7 @@ async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go
     with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as url:
         rule = RewardSettings(
             source="judge", judge_url=url, judge_model="m", state=tmp_path / "state.jsonl", attempts=1, watch=True,
-            max_sessions=2, poll_seconds=0.01,
+            max_sessions=2,
         )  # fmt: skip
         proxy, judge = ProxyOfTwoSessions(), Judge(rule)
         counts = await Poster(rule, proxy, judge, lambda _: None).run()

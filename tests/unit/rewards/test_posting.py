@@ -48,8 +48,13 @@ class OneReward:
         """Hold nothing."""
 
 
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch):
+    monkeypatch.setattr("turnwise.rewards.posting.POLL_SECONDS", 0.01)
+
+
 def poster_for(tmp_path, proxy, said: list[str], **settings: Any) -> Poster:
-    rule = RewardSettings(source="judge", state=tmp_path / "state.jsonl", poll_seconds=0.01, **settings)
+    rule = RewardSettings(source="judge", state=tmp_path / "state.jsonl", **settings)
     return Poster(rule, proxy, OneReward(), said.append)
 
 
