@@ -150,11 +150,11 @@ def test_crashes_leave_one_version_that_is_set_aside_and_no_other_start_removes_
     for crash in ("first", "second"):
         checkpoints = Checkpoints(place, keep=1)
         checkpoints.open()
-        checkpoints.write_policy(1, lambda staging: (staging / "weights").write_text(crash), {})  # noqa: B023
+        checkpoints.write_policy(1, lambda staging: (staging / "model.safetensors").write_text(crash), {})  # noqa: B023
         checkpoints.discard_after(0)
         checkpoints.discard_after(0)
         (aside,) = place.glob("unpublished-*")
-        assert (aside.name, (aside / "weights").read_text()) == ("unpublished-v000001", crash)
+        assert (aside.name, (aside / "model.safetensors").read_text()) == ("unpublished-v000001", crash)
         checkpoints.close()
 
 
