@@ -261,7 +261,8 @@ def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(
 
 
 def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
-    Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntrainer_gpus = [2, 3]\n[engine]\ntensor_parallel = 2\n")
+    given = "[up]\nengine_gpus = [0, 1]\ntrainer_gpus = [2, 3]\n[engine]\ntensor_parallel = 2\n"
+    Path("turnwise.toml").write_text(given)
     output = invoke("up", "--dry-run", "--model", "owner/name")
     Path("turnwise.toml").unlink()
     assert output.exit_code == 0, output.output
