@@ -91,9 +91,7 @@ def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None
     named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
     trainer = load_trainer(settings, config) if settings.trainer else None
     needs = TrainerNeeds() if trainer is None else needs_of(trainer)
-    plan = settings.gpu_plan(
-        max(num_gpus(), *(gpu + 1 for gpu in (-1, *named))), load_engine(settings, config, needs)
-    )
+    plan = settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named))), load_engine(settings, config, needs))
     stack = Stack(
         settings,
         model=settings.model or str(_own_model_directory(settings)),
