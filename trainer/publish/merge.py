@@ -49,12 +49,12 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
     copy_tokenizer(base, destination)
 
 
-def push(directory: Path, repository: str, *, is_private: bool = True) -> str:
-    """Upload a directory to a repository of the Hugging Face Hub, which is created if needed; return its address.
+def push(directory: Path, repository: str) -> str:
+    """Upload a directory to a repository of the Hugging Face Hub, created private if needed; return its address.
 
     The token is the Hub's own: `hf auth login`, or HF_TOKEN.
     """
     api = importlib.import_module("huggingface_hub").HfApi()
-    address = str(api.create_repo(repository, private=is_private, exist_ok=True))
+    address = str(api.create_repo(repository, private=True, exist_ok=True))
     api.upload_folder(folder_path=str(directory), repo_id=repository)
     return address

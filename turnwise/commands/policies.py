@@ -316,16 +316,15 @@ def _unpin_at(client: Client, policy: str) -> int | None:
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("destination", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--model", help="Directory or Hub name of the base model [default: the one that the version names].")
-@click.option("--push", "repository", help="Also upload the result to this repository of the Hugging Face Hub.")
-@click.option("--public", is_flag=True, help="Create that repository public, not private.")
-def merge(directory: Path, destination: Path, model: str | None, repository: str | None, *, public: bool) -> None:
+@click.option("--push", "repository", help="Also upload it to this repository of the Hugging Face Hub, private if new.")
+def merge(directory: Path, destination: Path, model: str | None, repository: str | None) -> None:
     """Write a version of kind lora, policies/v000007, as a whole model: the adapter added to the base model."""
     from trainer.publish import merge as merging
 
     merging.merge_adapter(directory, destination, model=model)
     click.echo(f"The merged model is in {destination}.")
     if repository is not None:
-        click.echo(f"Uploaded to {merging.push(destination, repository, is_private=not public)}.")
+        click.echo(f"Uploaded to {merging.push(destination, repository)}.")
 
 
 @click.command("updates")
