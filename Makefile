@@ -2,7 +2,6 @@
 PYTHON ?= python3
 SEED ?= 0
 MINUTES ?= 30
-CONVERSATIONS ?= 5000
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
@@ -84,7 +83,7 @@ test-all: setup lint .venv/.real .conformance/.installed .demo-agent/.installed 
 	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough
 
 chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7
-	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) --conversations $(CONVERSATIONS) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
+	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -1,24 +1,27 @@
-"""Agents of two tenants that play groups of sessions and repeat each request until it is answered.
+"""Agents that play groups of sessions and repeat each request until it is answered, in a thread of their own.
 
-Both tenants use the same names of sessions, groups, tasks and keys. Each call's text names its tenant, session and
-number, and the engine echoes it: a reply that crosses sessions or tenants is seen at once.
+All tenants use the same names of sessions, groups, tasks and keys. Each call's text names its tenant, session and
+number, and the engine echoes it: a reply that crosses sessions or tenants is seen at once. Half of the agents stream,
+and some of these cut off a call first; some others ask for two choices.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import aiohttp
 import orjson
-from support.streamed_replies import StreamedReply
+from support.waiting import wait_until
 
 DEADLINE_SECONDS = 30.0
 """Limit of one attempt: the proxies' own deadlines are 3 and 5 seconds, and no fault lasts longer than 9."""
 PAUSE_SECONDS = 0.05
+PROGRESS_SECONDS = 180.0
 GROUP_SIZE = 2
 CALLS_PER_SESSION = 3
 PERMITTED = {409, 429, 502, 503, 504}
@@ -32,6 +35,8 @@ class CompleteReply:
     turn_id: str
     parent_turn_id: str | None
     text: str
+    has_key: bool = True
+    """Whether its call had an `Idempotency-Key`, so that it must not be sampled twice."""
 
 
 class Observed:
@@ -49,15 +54,17 @@ class Observed:
 
 
 class Agent:
-    def __init__(
-        self, tenant: str, number: int, key: str, urls: list[str], observed: Observed, think_seconds: float
-    ) -> None:
-        self._tenant, self._number = tenant, number
-        self._think_seconds = think_seconds
+    def __init__(self, tenant: str, number: int, key: str, crowd: "Crowd") -> None:
+        self._tenant, self._number, self._crowd = tenant, number, crowd
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        self._urls = urls
-        self._observed = observed
+        self._observed = crowd.observed
         self._num_attempts = number
+        self._streams = number % 2 == 0
+        # A reply of one proxy may be stored after the repetition at another one: all calls of several have keys.
+        self._has_keys = len(crowd.urls) > 1 or number % 4 < 2
+        self._cuts = crowd.is_varied and number % 4 == 0
+        # Two choices make two chains, and trainers of several proxies' sessions count each turn of a chain.
+        self._num_choices = 2 if crowd.is_varied and number % 4 == 1 and len(crowd.urls) == 1 else 1
 
     async def play(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         """Play until stopped; a started group is finished."""
@@ -70,66 +77,75 @@ class Agent:
     async def _play_session(self, http: aiohttp.ClientSession, group_id: str, run: int) -> None:
         name = f"{group_id}-run{run}"
         opening = {"session_id": name, "group_id": group_id, "group_size": GROUP_SIZE, "task_id": group_id, "run": run}
-        await self._post(http, "/v1/sessions", opening, f"{name}-open")
+        await self._repeat(http, "/v1/sessions", opening, f"{name}-open", _json)
         messages: list[dict[str, str]] = []
         parent = None
         for number in range(CALLS_PER_SESSION):
-            await asyncio.sleep(self._think_seconds)
+            await asyncio.sleep(self._crowd.think_seconds)
             messages.append({"role": "user", "content": f"{self._tenant} {name} call {number}"})
             seen = await self._sample(http, name, messages, parent, f"{name}-{number}")
             messages.append({"role": "assistant", "content": seen.text})
             parent = seen.turn_id
         reward = {"turn_id": parent, "value": 0.5, "name": "step"}
-        await self._post(http, "/v1/rewards", reward, f"{name}-reward")
+        await self._repeat(http, "/v1/rewards", reward, f"{name}-reward", _json)
         self._observed.step_rewards.append((self._tenant, name, str(parent)))
-        await self._post(http, f"/v1/sessions/{name}/end", {"reward": float(run)}, f"{name}-end")
+        await self._repeat(http, f"/v1/sessions/{name}/end", {"reward": float(run)}, f"{name}-end", _json)
 
     async def _sample(
         self, http: aiohttp.ClientSession, name: str, messages: list[dict[str, str]], parent: str | None, key: str
     ) -> CompleteReply:
-        streams = self._number % 2 == 0
-        body = {"model": "fake", "messages": messages, "stream": streams}
+        body = {"model": "fake", "messages": messages, "stream": self._streams, "n": self._num_choices}
         path = f"/sessions/{name}/v1/chat/completions"
-        turn_id, text = await self._repeat(http, path, body, key, self._streamed if streams else _complete)
-        seen = CompleteReply(self._tenant, name, turn_id, parent, text)
+        if self._cuts:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
+                await self._attempt(http, self._crowd.urls[0] + path, body, key, _cut)
+        read = self._streamed if self._streams else _complete
+        turn_id, text = await self._repeat(http, path, body, key if self._has_keys else None, read)
+        seen = CompleteReply(self._tenant, name, turn_id, parent, text, self._has_keys)
         if text != messages[-1]["content"]:
             self._observed.violations.append(f"{messages[-1]['content']!r} was answered by {text!r}")
         self._observed.replies.append(seen)
         return seen
 
-    async def _post(self, http: aiohttp.ClientSession, path: str, body: dict[str, Any], key: str) -> None:
-        await self._repeat(http, path, body, key, _anything)
-
     async def _repeat(
-        self, http: aiohttp.ClientSession, path: str, body: dict[str, Any], key: str, read: Callable[..., Any]
+        self,
+        http: aiohttp.ClientSession,
+        path: str,
+        body: dict[str, Any],
+        key: str | None,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Any]],
     ) -> Any:
         """Repeat a request, alternating between the proxies, until its answer is complete."""
         while True:
+            await self._crowd.going.wait()
             self._num_attempts += 1
-            url = self._urls[self._num_attempts % len(self._urls)] + path
+            url = self._crowd.urls[self._num_attempts % len(self._crowd.urls)] + path
             started = time.monotonic()
+            answer = None
             try:
                 answer = await self._attempt(http, url, body, key, read)
             except TimeoutError:
                 self._observed.violations.append(f"{url} was not answered in {DEADLINE_SECONDS} s")
-                answer = None
             except (aiohttp.ClientError, ConnectionResetError):
                 self._observed.broken_connections += 1
-                answer = None
             self._observed.seconds.append(time.monotonic() - started)
             if answer is not None:
                 return answer
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _attempt(
-        self, http: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str, read: Callable[..., Any]
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        body: dict[str, Any],
+        key: str | None,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Any]],
     ) -> Any:
-        headers = {**self._headers, "idempotency-key": key}
+        headers = self._headers if key is None else {**self._headers, "idempotency-key": key}
         async with http.post(url, data=orjson.dumps(body), headers=headers) as response:
             if response.status < 400:
                 return await read(response)
-            raw = await response.read()
-        self._refused(response.status, raw, url)
+            self._refused(response.status, await response.read(), url)
         return None
 
     def _refused(self, status: int, raw: bytes, url: str) -> None:
@@ -143,13 +159,23 @@ class Agent:
             self._observed.violations.append(f"{url} answered {status}: {error['message']}")
 
     async def _streamed(self, response: aiohttp.ClientResponse) -> tuple[str, str] | None:
-        reply = StreamedReply()
-        await reply.read(response)
-        if reply.error_code is not None:
-            self._observed.refusals[200, reply.error_code] += 1
-        elif reply.has_ended and not reply.is_complete:
-            self._observed.violations.append(f"a stream of {response.url} ended without its finish or an error")
-        return (reply.turn_id, reply.text) if reply.is_complete else None
+        """Return the reply if its finish was received and no error, whether or not the stream ended properly."""
+        turn_id, text, is_complete = "", "", False
+        with contextlib.suppress(aiohttp.ClientError, ConnectionResetError):
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = orjson.loads(line[len(b"data: ") :])
+                if "error" in chunk:
+                    self._observed.refusals[200, chunk["error"]["code"]] += 1
+                    return None
+                for choice in chunk["choices"]:
+                    turn_id = chunk["id"]
+                    text += choice["delta"].get("content") or ""
+                    is_complete = is_complete or choice["finish_reason"] is not None
+            if not is_complete:
+                self._observed.violations.append(f"a stream of {response.url} ended without its finish or an error")
+        return (turn_id, text) if is_complete else None
 
 
 async def _complete(response: aiohttp.ClientResponse) -> tuple[str, str]:
@@ -157,28 +183,54 @@ async def _complete(response: aiohttp.ClientResponse) -> tuple[str, str]:
     return reply["id"], reply["choices"][0]["message"]["content"]
 
 
-async def _anything(response: aiohttp.ClientResponse) -> Any:
+async def _json(response: aiohttp.ClientResponse) -> Any:
     return await response.json()
 
 
+async def _cut(response: aiohttp.ClientResponse) -> None:
+    for _ in range(3):
+        await response.content.readline()
+    response.close()
+
+
 class Crowd:
+    """Plays on `going`; the calls of agents that are not varied are neither cut nor of two choices."""
+
     def __init__(
-        self, keys: dict[str, str], urls: list[str], agents_per_tenant: int, *, think_seconds: float = 0.0
+        self,
+        keys: dict[str, str],
+        urls: list[str],
+        agents_per_tenant: int,
+        *,
+        think_seconds: float = 0.0,
+        is_varied: bool = True,
     ) -> None:
         self.observed = Observed()
+        self.urls, self.think_seconds, self.is_varied = urls, think_seconds, is_varied
+        self.going = asyncio.Event()
         self._agents = [
-            Agent(tenant, number, key, urls, self.observed, think_seconds)
-            for tenant, key in keys.items()
-            for number in range(agents_per_tenant)
+            Agent(tenant, number, key, self) for tenant, key in keys.items() for number in range(agents_per_tenant)
         ]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self._playing = self._loop.create_task(self._play())
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
 
     @property
     def num_agents(self) -> int:
         return len(self._agents)
+
+    def go(self) -> None:
+        self._loop.call_soon_threadsafe(self.going.set)
+
+    def hold(self) -> None:
+        self._loop.call_soon_threadsafe(self.going.clear)
+
+    def wait_for(self, count: int) -> None:
+        """Wait for so many further replies."""
+        wanted = len(self.observed.replies) + count
+        wait_until(lambda: len(self.observed.replies) >= wanted, "the agents get further replies", PROGRESS_SECONDS)
 
     def is_playing(self) -> bool:
         return self._thread.is_alive()
@@ -190,11 +242,34 @@ class Crowd:
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
 
+    def finish(self) -> None:
+        """Stop, and wait until all started groups are finished."""
+        self.stop()
+        self.join(PROGRESS_SECONDS)
+        assert not self.is_playing()
+
+    def close(self) -> None:
+        """End at once."""
+        with contextlib.suppress(RuntimeError):  # they have finished
+            self._loop.call_soon_threadsafe(self._playing.cancel)
+        self.join(PROGRESS_SECONDS)
+
     def _run(self) -> None:
-        self._loop.run_until_complete(self._play())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._playing)
         self._loop.close()
 
     async def _play(self) -> None:
         timeout = aiohttp.ClientTimeout(total=DEADLINE_SECONDS)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
             await asyncio.gather(*(agent.play(http, self._stop) for agent in self._agents))
+
+
+@contextlib.contextmanager
+def playing(url: str, num_agents: int, *, is_varied: bool = True) -> Iterator[Crowd]:
+    """Let agents play at a proxy without keys until the block ends; they wait until `go`."""
+    crowd = Crowd({"default": "any"}, [url], num_agents, is_varied=is_varied)
+    try:
+        yield crowd
+    finally:
+        crowd.close()

@@ -4,8 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import sqlalchemy as sa
-from chaos.agents import CompleteReply, Observed
+from chaos.agents import CompleteReply, Crowd, Observed
 from chaos.world import World
+from support.proxies import RunningProxy
+from turnwise_fake_engine import RunningFakeEngine
 
 from turnwise.store import schema, turns, updates
 from turnwise.store.database import Database
@@ -47,25 +49,41 @@ def violations(world: World, observed: Observed) -> list[str]:
     """Check everything once all faults are healed, all agents have finished and all groups are trained."""
     stored = stored_turns(world.database)
     return [
-        *observed.violations,
-        *not_stored_once(observed.replies, stored),
-        *_crossed(stored),
-        *_without_outcome(stored),
-        *_not_what_was_sampled(world, stored),
+        *lost_or_doubled(observed, stored, world.engines),
         *_wrong_rewards(world.database, observed),
         *trained_more_than_once(world.database),
         *_not_trained(observed.replies, stored, times_trained(world.database)),
     ]
 
 
+def lost_or_doubled(
+    observed: Observed, stored: Sequence[tuple[str, TurnView]], engines: Iterable[RunningFakeEngine]
+) -> list[str]:
+    """Compare the replies that agents received, the turns of their sessions, and what the engines sampled."""
+    return [
+        *observed.violations,
+        *not_stored_once(observed.replies, stored),
+        *_crossed(stored),
+        *_without_outcome(stored),
+        *_not_numbered(stored),
+        *_not_what_was_sampled(engines, stored),
+    ]
+
+
+def assert_nothing_is_lost_or_doubled(crowd: Crowd, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
+    assert crowd.observed.replies
+    found = lost_or_doubled(crowd.observed, [("default", view) for view in proxy.turns()], [engine])
+    assert not found, shortened(found)
+
+
 def not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
     """A completely received reply is stored once, in its tenant and session, as the child of the turn before."""
     found = []
     by_id = {view.turn.turn_id: (tenant, view) for tenant, view in stored}
-    finished: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    finished: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for tenant, view in stored:
         if view.turn.finish_reason is not None and view.turn.outcome in TRAINABLE:
-            finished[tenant, view.turn.session_id, _asked(view)].append(view.turn.turn_id)
+            finished[tenant, view.turn.session_id, _asked(view)].add(view.turn.turn_id.partition("#")[0])
     for seen in replies:
         if seen.turn_id not in by_id:
             found.append(f"lost: {seen}")
@@ -76,7 +94,7 @@ def not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[str
         if kept != (seen.tenant, seen.session_id, seen.parent_turn_id, seen.text):
             found.append(f"{seen} is stored as {kept}, outcome {turn.outcome}, reason {turn.reason}")
         same = finished[seen.tenant, seen.session_id, seen.text]
-        if same != [seen.turn_id]:
+        if seen.has_key and same != {seen.turn_id}:
             found.append(f"{seen} is stored {len(same)} times: {same}")
     return found
 
@@ -92,8 +110,9 @@ def _crossed(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
         texts = [str(message["content"]) for message in view.messages]
         if any(not text.startswith(owner) for text in texts):
             found.append(f"turn {view.turn.turn_id} of {owner!r} has {texts}")
-        text = str((view.turn.response or {}).get("content") or "")
-        if not _asked(view).startswith(text):
+        text, index = str((view.turn.response or {}).get("content") or ""), view.turn.turn_id.partition("#")[2]
+        # The engine numbers the further choices of a call.
+        if not (f"{_asked(view)} ({index})" if index else _asked(view)).startswith(text):
             found.append(f"turn {view.turn.turn_id} answers {_asked(view)!r} by {text!r}")
     return found
 
@@ -111,18 +130,27 @@ def _without_outcome(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
     return found
 
 
-def _not_what_was_sampled(world: World, stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+def _not_numbered(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for tenant, view in stored:
+        numbers[tenant, view.turn.session_id].append(view.turn.seq)
+    return [f"{of} has turns {found}" for of, found in numbers.items() if sorted(found) != list(range(len(found)))]
+
+
+def _not_what_was_sampled(engines: Iterable[RunningFakeEngine], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
     """A stored turn holds the tokens that an engine sampled for it, or their beginning."""
-    sampled = {call.reply_id: call for engine in world.engines for call in engine.calls if call.token_ids}
+    sampled = {call.reply_id: call for engine in engines for call in engine.calls if call.token_ids}
     found = []
     for _, view in stored:
         kept = view.turn.token_ids.tolist()
         if not kept:
             continue
-        call = sampled.get(view.turn.turn_id)
-        if call is None or kept != call.token_ids[0][: len(kept)]:
+        name, _, index = view.turn.turn_id.partition("#")
+        call = sampled.get(name)
+        whole = [] if call is None else call.token_ids[int(index or 0)]
+        if call is None or kept != whole[: len(kept)]:
             found.append(f"turn {view.turn.turn_id} holds tokens that no engine sampled")
-        elif view.turn.finish_reason is not None and len(kept) != len(call.token_ids[0]):
+        elif view.turn.finish_reason is not None and len(kept) != len(whole):
             found.append(f"turn {view.turn.turn_id} is finished and lacks tokens")
         elif view.prompt_token_ids.tolist() != call.prompt_token_ids:
             found.append(f"turn {view.turn.turn_id} has another prompt than the engine saw")

@@ -87,11 +87,10 @@ class ProxyPart:
 class TrainerPart:
     """A trainer that claims and acks without training; it is restarted after it has ended."""
 
-    def __init__(self, number: int, database_url: str, clock: Path, directory: Path) -> None:
+    def __init__(self, number: int, database_url: str, skew_seconds: float, clock: Path, directory: Path) -> None:
         self._output = directory / f"trainer-{number}.log"
-        skew, no_hold = "0", str(directory / "no-hold")
         self._command = [sys.executable, str(TRAINER_PROGRAM), database_url, f"trainer-{number}", str(number)]
-        self._command += [skew, str(clock), no_hold]
+        self._command += [str(skew_seconds), str(clock)]
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:

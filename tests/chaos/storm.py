@@ -19,6 +19,8 @@ from turnwise.store import overview
 
 KILL_A_PROXY = "kill a proxy"
 RESTART_THE_DATABASE = "restart the database"
+FIRST_FAULTS = [KILL_A_PROXY, "stop a trainer", "jump the clock", "kill a trainer"]
+"""Faults of the first rounds, one each, so that a short storm has them too."""
 RECOVERY_SECONDS = 60.0
 FINISH_SECONDS = 180.0
 HOLD_SECONDS = (0.2, 2.5)
@@ -57,6 +59,8 @@ class Storm:
         crowd = self._world.crowd
         try:
             self._wait_for_progress()
+            for name in FIRST_FAULTS:
+                self._round(name)
             self._round()  # on a slow machine the time may be up already
             while time.monotonic() < self._started + seconds:
                 self._round()
@@ -73,8 +77,8 @@ class Storm:
         self.report.summary = self._summary()
         return self.report
 
-    def _round(self) -> None:
-        names = self._rng.sample(sorted(self._faults()), self._rng.choice([1, 1, 2]))
+    def _round(self, *names: str) -> None:
+        names = names or tuple(self._rng.sample(sorted(self._faults()), self._rng.choice([1, 1, 2])))
         hold = self._rng.uniform(*(LONG_HOLD_SECONDS if self._rng.random() < LONG_SHARE else HOLD_SECONDS))
         line = f"{time.monotonic() - self._started:7.1f} s: {' and '.join(names)} for {hold:.1f} s"
         self.report.faults.append(line)

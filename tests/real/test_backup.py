@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from chaos.agents import playing
 from support.commands import run_turnwise
 from support.private_postgres import PrivatePostgres, binary
 from support.proxies import running_proxy
-from support.retrying_agents import playing, wait_for
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.types import Outcome
@@ -45,11 +45,11 @@ def test_a_documented_backup_that_is_made_under_load_restores_every_turn_from_be
     ):
         first = httpx2.post(proxy.session_v1("kept") + "/chat/completions", json={"model": "fake", "messages": [HELLO]})
         agents.go()
-        wait_for(agents, 8)
+        agents.wait_for(8)
         before = {view.turn.turn_id for view in proxy.turns()}
         run_documented("pg_dump", postgres_server, tmp_path, {"turnwise": name})
-        wait_for(agents, 8)
-        agents.stop()
+        agents.wait_for(8)
+        agents.finish()
         after = {view.turn.turn_id for view in proxy.turns()}
     run_documented("createdb", postgres_server, tmp_path, {"restored": copy})
     run_documented("pg_restore", postgres_server, tmp_path, {"restored": copy})

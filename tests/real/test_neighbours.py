@@ -148,8 +148,9 @@ def test_a_tenants_storm_neither_delays_nor_loses_another_tenants_calls(database
     last_turn = add_long_session(database, "storm")
     with engine_process(tmp_path) as engine_url, running_proxy(engine_url, database_url, tmp_path) as proxy:
         neighbour = Neighbour(proxy.url, admin, last_turn)
-        crowd = Crowd({"calm": key}, [proxy.url], NUM_CLIENTS, think_seconds=THINK_SECONDS)
+        crowd = Crowd({"calm": key}, [proxy.url], NUM_CLIENTS, think_seconds=THINK_SECONDS, is_varied=False)
         observed = crowd.observed
+        crowd.go()
         try:
             wait_until(lambda: len(observed.seconds) > 10 * NUM_CLIENTS, "the clients have warmed up")
             first = len(observed.seconds)

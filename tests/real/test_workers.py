@@ -1,6 +1,5 @@
 """Several serving processes behind one port, and several proxies over one store."""
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from chaos.agents import playing
+from chaos.invariants import assert_nothing_is_lost_or_doubled
 from pydantic import PrivateAttr
 from support.commands import run_turnwise
 from support.control_plane import ask, metric, publish, wait_for_status
@@ -18,7 +19,6 @@ from support.proxies import (
     running_proxy,
     wait_until_gone,
 )
-from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Script, running_fake_engine
@@ -105,12 +105,12 @@ def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_u
         with playing(proxy.url, 16) as agents:
             agents.go()
             wait_for_workers(proxy, 2)
-            wait_for(agents, len(agents.all))
+            agents.wait_for(agents.num_agents)
             os.kill(proxy.workers()[0], signal.SIGKILL)
-            wait_for(agents, 3 * len(agents.all))
+            agents.wait_for(3 * agents.num_agents)
             wait_for_workers(proxy, 3)
-            wait_for(agents, len(agents.all))
-            agents.stop()
+            agents.wait_for(agents.num_agents)
+            agents.finish()
         assert metric(proxy, "turnwise_handed_over_total") > 0
         assert_nothing_is_lost_or_doubled(agents, proxy, engine)
         found = proxy.workers()
@@ -144,18 +144,20 @@ def test_a_reload_of_two_workers_fails_no_call_and_is_driven_once(tmp_path):
         with running_proxy(first.url, f"sqlite:///{tmp_path}/turnwise.db", tmp_path, *flags) as proxy:
             wait_for_workers(proxy, 2)
             names: dict[int, str] = {}
-            for number in range(3):
-                name = f"weights{number}"
-                with playing(proxy.url, 8) if number else contextlib.nullcontext() as agents:
-                    if agents is not None:
-                        agents.go()
-                        wait_for(agents, len(agents.all))
-                    version = publish(proxy, write_weights(tmp_path / name))
-                    names[version] = name
-                    wait_for_status(proxy, version, "active")
-                    if agents is not None:
-                        wait_for(agents, 2 * len(agents.all))
-                        agents.stop()
+
+            def serve(name: str) -> None:
+                version = publish(proxy, write_weights(tmp_path / name))
+                names[version] = name
+                wait_for_status(proxy, version, "active")
+
+            serve("weights0")
+            with playing(proxy.url, 8, is_varied=False) as agents:
+                agents.go()
+                for name in ("weights1", "weights2"):
+                    agents.wait_for(agents.num_agents)
+                    serve(name)
+                    agents.wait_for(2 * agents.num_agents)
+                agents.finish()
             turns = [view.turn for view in proxy.turns()]
             converse(proxy, "after", **{"x-session-id": "after"})
             assert metric(proxy, "turnwise_turns_total", outcome="error") == 0

@@ -1,17 +1,14 @@
 """A trainer process without training: it claims, holds for a moment, and acks, through the trainer's own source.
 
 Its wall clock may be off and may jump while it runs: every reader of the time of day gets a wrong one, Turnwise's code
-and SQLite, whose "database's own time" is this process's. It prints a line for every claimed batch and for every
-refused ack.
+and SQLite, whose "database's own time" is this process's.
 
-While the file HOLD exists it does not ack.
-
-    python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE HOLD
+    python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE
 """
 
+import contextlib
 import datetime
 import itertools
-import os
 import sys
 import time
 from collections import Counter
@@ -23,7 +20,7 @@ from turnwise import types
 
 LEASE_SECONDS = 1.0
 WORK_SECONDS = 0.03
-"""How long a batch is held before its ack, and the interval between two checks of the file HOLD."""
+"""How long a batch is held before its ack."""
 STALLED_SECONDS = 48 * 3600.0
 """More than any jump of the database's clock, and less than the error of some trainers' own clocks."""
 GROUPS_PER_BATCH = 4
@@ -49,7 +46,7 @@ class WrongClock:
         return self.now().timestamp() / 86400 + JULIAN_DAY_OF_1970
 
 
-def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: str) -> None:
+def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> None:
     """Claim and ack until the test ends the process; the source gives no batch while no group is ready."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before the modules that import it from there
@@ -85,10 +82,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
         )
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
     while (batch := source.next(RunProgress(num_batches=1))) is not None:
-        print(os.getpid(), "holds", flush=True)
         time.sleep(WORK_SECONDS)
-        while Path(hold).exists():
-            time.sleep(WORK_SECONDS)
         update = types.UpdateRecord(
             update_id=next(ids),
             trainer_id=name,
@@ -98,10 +92,8 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
             num_tokens=0,
             metrics=Counter(turn_id for one in batch.experiences for turn_id in one.turn_ids),
         )
-        try:
+        with contextlib.suppress(LeaseLost):
             source.ack([FinishedBatch(batch=batch, update=update)])
-        except LeaseLost:
-            print("refused", flush=True)
 
 
 if __name__ == "__main__":
