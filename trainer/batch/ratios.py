@@ -155,6 +155,7 @@ class Gauges:
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._sums = dict.fromkeys((*_SUMS, *names), 0.0)
         self._maxima = dict.fromkeys(_MAXIMA, 0.0)
+        self._num_steps = 0
         self._observed: list[Tensor] = []
         """Sums and maxima of rows, on their device until `reduce`: reading one would wait for the device."""
 
@@ -200,18 +201,20 @@ class Gauges:
         self._maxima = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
 
     def add(self, other: Gauges) -> None:
+        """Add an optimizer step of a batch."""
+        self._num_steps += 1
         for name, value in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name in _MAXIMA:
             self._maxima[name] = max(self._maxima[name], other._maxima[name])
 
     def read(self) -> dict[str, float | int | None]:
-        """Return the gauges; None where a value is not finite, since JSON has no such number."""
+        """Return the gauges, of a batch the mean loss of its steps; None where JSON has no number for a value."""
         sums = self._sums
         count = max(sums["tokens"], 1.0)
         found = {
             "tokens": int(sums["tokens"]),
-            "loss": sums["loss"],
+            "loss": sums["loss"] / max(self._num_steps, 1),
             "entropy": sums["entropy"] / count,
             "kl": sums["kl"] / count,
             "ratio_mean": sums["ratio"] / count,

@@ -52,10 +52,15 @@ def losses(db: Database, policy_id: int) -> list[float]:
         return [one.metrics["loss"] for one in reversed(list_updates(conn)[0]) if one.policy_id == policy_id]
 
 
-def test_dpos_loss_of_a_policy_that_starts_from_an_adapter_starts_at_log_2(tmp_path, model, ledger):
-    """Policy and reference are equal before the first step: -log sigmoid(0) = log 2 for each pair."""
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_dpos_loss_of_a_policy_that_starts_from_an_adapter_starts_at_log_2(tmp_path, model, ledger, num_steps):
+    """Policy and reference are equal before the first step: -log sigmoid(0) = log 2 for each pair.
+
+    They stay equal over steps that are too small to change a weight, and a batch's loss is the mean of its steps.
+    """
     number = start_policy(ledger, tmp_path, model)
-    train_policies(settings_for(tmp_path, model, algorithm=DPO, total_batches=1))
+    steps = {"num_minibatches": num_steps, "learning_rate": 1e-12}
+    train_policies(settings_for(tmp_path, model, algorithm=DPO, total_batches=1, **steps))
     assert losses(ledger, number) == [pytest.approx(0.693147, abs=1e-6)]
 
 
