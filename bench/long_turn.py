@@ -29,7 +29,8 @@ from urllib.parse import urlsplit
 import orjson
 from long_dialects import DIALECTS, PATHS, chat_reply
 from long_text import FEW, MANY, Conversation, Shape, tokenizer_directory
-from memory import FULL_SESSIONS, cache_flags, resident_bytes
+from memory import CACHE_BYTES as DEFAULT_CACHE_BYTES
+from memory import FULL_SESSIONS, resident_bytes
 from prometheus_client.parser import text_string_to_metric_families
 from servers import START_SECONDS, running
 
@@ -289,11 +290,10 @@ class Growth:
 
 def play_live(num_conversations: int, num_tokens: int, num_rounds: int) -> None:
     """Play many conversations, each one turn after the other conversations' turns; print the growth of the memory."""
-    flags = cache_flags(num_conversations / FULL_SESSIONS)
-    limit = sum(int(flag.split("=")[1]) for flag in flags)
+    limit = DEFAULT_CACHE_BYTES * num_conversations // FULL_SESSIONS
     conversations = [LiveConversation(num_tokens, seed) for seed in range(num_conversations)]
     each = num_conversations // LIVE_SAMPLES or 1
-    with served(*flags, engine_flags=["--any-ids"]) as server:
+    with served("--cache-bytes", str(limit), engine_flags=["--any-ids"]) as server:
         warm = LiveConversation(num_tokens, num_conversations)
         for _ in range(WARM_UP_LIVE_TURNS):
             warm.turn(server)
