@@ -15,7 +15,7 @@ from pydantic import Field
 
 from examples.demos.driver import Demo, DemoSettings, demo_command
 from examples.demos.plain_agent import Split
-from examples.trail.formats import FORMATS
+from examples.demos.trail_formats import FORMATS
 from turnwise.default_models import trail
 from turnwise.processes.terminal import Say
 from turnwise.types import Json

@@ -21,7 +21,7 @@ from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
 from examples.demos.plain_agent import load_module
 from examples.demos.report import measure_forgetting
-from examples.trail.formats import FORMATS
+from examples.demos.trail_formats import FORMATS
 from trainer.settings import TrainerSettings
 from turnwise.commands.recipe import find_recipe
 from turnwise.default_models import trail

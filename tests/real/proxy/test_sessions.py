@@ -15,6 +15,7 @@ from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
+from proxy.sessions import memory
 from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.inferred_sessions import SessionIds
 from proxy.sessions.place import CallPlace, Sessions
@@ -189,9 +190,10 @@ async def test_an_ended_session_that_an_application_named_continues_in_a_linked_
 
 
 async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_that_were_dropped(
-    writer: Writer, database: CountedReads
+    writer: Writer, database: CountedReads, monkeypatch: pytest.MonkeyPatch
 ):
-    sessions = Sessions(database, writer, ProxySettings(cache_sessions=2), Metrics())
+    monkeypatch.setattr(memory, "MAX_SESSIONS", 2)
+    sessions = Sessions(database, writer, ProxySettings(), Metrics())
     names = ["first", "second", "third"]
     for name in names:
         call = call_of(HELLO, session_id=name, session_source="x-session-id")

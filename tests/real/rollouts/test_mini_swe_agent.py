@@ -10,7 +10,7 @@ import pytest
 from support.rollout_agents import finished_run
 from turnwise_fake_engine import Reply, Rule
 
-from examples.trail.formats import FORMATS, SUBMIT
+from examples.demos.trail_formats import FORMATS, SUBMIT
 from turnwise.client import Client
 from turnwise.default_models import trail
 

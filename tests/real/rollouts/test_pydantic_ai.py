@@ -9,7 +9,7 @@ from support.rollout_agents import finished_run, write_tasks
 from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from examples.demos.agent import AgentDemo, AgentDemoSettings
-from examples.trail.formats import FORMATS
+from examples.demos.trail_formats import FORMATS
 from turnwise.client import Client
 from turnwise.default_models import trail
 

@@ -216,7 +216,7 @@ def test_a_judge_that_disagrees_with_known_outcomes_posts_nothing_and_kept_answe
 
 def test_watch_rewards_later_sessions_and_a_kill_neither_loses_nor_duplicates_a_reward(proxy, client, tmp_path):
     write_program(tmp_path / "grade.sh", "#!/bin/sh\necho x >> graded\necho 1\n")
-    arguments = ("--source", "command", "--command", "./grade.sh", "--watch", "--poll-seconds", "0.2")
+    arguments = ("--source", "command", "--command", "./grade.sh", "--watch")
     play(client, "s0", "a")
     process = start(tmp_path, proxy, *arguments)
     wait_for_reward(client, "s0")
