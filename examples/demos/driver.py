@@ -351,7 +351,10 @@ class Demo:
         size = 1 if settings.single_sessions else settings.group_size
         pace = ["--groups-per-version", str(self._groups_per_version()), "--lead", str(settings.lead)]
         results = await self._play("training", "train", "--group-size", str(size), *pace)
-        raise RolloutFailed(f"the target is not reached after all training tasks, in {len(results)} sessions")
+        self._end_of_tasks(len(results))
+
+    def _end_of_tasks(self, num_sessions: int) -> None:
+        raise RolloutFailed(f"the target is not reached after all training tasks, in {num_sessions} sessions")
 
     async def _learnt_since(self, version: int) -> None:
         """Wait until there is a later version and the latest batch of tasks earned enough, or for the last version."""

@@ -1,11 +1,13 @@
 """`python -m examples.demos.vision`: a model that sees learns from rewards what three pictures are called.
 
-In the end it is shown other held-out pictures than those whose names are rewarded, and must guess. `--control` shows
-such pictures in the training too: there is nothing to learn.
+In the end it is shown other held-out pictures than those whose names are rewarded, and must guess. `--control
+--max-versions 4` shows such pictures in the training too, in as many sessions as four versions may take: there is
+nothing to learn.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,19 @@ class VisionDemo(Demo):
         shuffled = {SHUFFLED: True} if self._settings.control and split == "train" else {}
         return super().task(split, index, {**options, **shuffled})
 
+    def _end_of_tasks(self, num_sessions: int) -> None:
+        if not self._settings.control:
+            super()._end_of_tasks(num_sessions)
+        self._are_played.set()
+
+    async def _learnt_since(self, version: int) -> None:
+        if self._settings.control:
+            await self._are_played.wait()
+        else:
+            await super()._learnt_since(version)
+
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
+        self.plays_held_out_once, self._are_played = self._settings.control, asyncio.Event()
         report = await super()._learn_one(client, up)
         await self._held_out("with-other-pictures", SHUFFLED)
         return report
