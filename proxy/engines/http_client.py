@@ -261,10 +261,8 @@ class HttpClient:
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
         fields = dict(self._headers)
-        if body:
+        if body or method != "GET":
             fields["content-length"] = str(len(body))
-        elif method != "GET":
-            fields["Content-Length"] = "0"
         fields |= headers or {}
         if CONTROL.search("".join(fields.values())) is not None:
             raise NotConnected("a header of the request has a control character")

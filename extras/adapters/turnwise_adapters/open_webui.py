@@ -13,11 +13,9 @@ the command has no state, and a second pass posts nothing twice.
 from __future__ import annotations
 
 import collections
-import json
 import logging
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import click
@@ -25,8 +23,9 @@ import httpx2
 
 from turnwise.client import Client
 from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.client.passes import run_passes
 from turnwise.client.wire import FeedbackKind
-from turnwise.errors import NotFound, TurnwiseError
+from turnwise.errors import NotFound
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
@@ -175,20 +174,6 @@ def pass_on(client: Client, web_ui: WebUI) -> Json:
             client.feedback(said.kind, said.value, turn_id=turn_id, source=SOURCE)
             counts[said.kind] += 1
     return counts
-
-
-def run_passes(one_pass: Callable[[], Json], every: float | None) -> None:
-    """Run a pass and print its counts; repeat it at an interval, also after an error of either program."""
-    while True:
-        try:
-            click.echo(json.dumps(one_pass()))
-        except (TurnwiseError, httpx2.HTTPError) as error:
-            if every is None:
-                raise click.ClickException(str(error)) from error
-            log.warning("this pass ended early, the next one reads everything again: %s", error)
-        if every is None:
-            return
-        time.sleep(every)
 
 
 @click.command()

@@ -10,18 +10,17 @@ What was posted is read from the proxy: the command has no state, and a second p
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import click
 import httpx2
 
 from turnwise.client import Client
 from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.client.passes import run_passes
 from turnwise.client.wire import FeedbackKind
-from turnwise.errors import NotFound, TurnwiseError
+from turnwise.errors import NotFound
 from turnwise.types import Json
 from turnwise_formats.otlp import span_id_of, trace_id_of
 
@@ -129,20 +128,6 @@ def _trace(client: Client, langfuse: Langfuse, trace_id: str) -> Trace | None:
     except NotFound as error:
         log.info("the scores of trace %s are left out: %s", trace_id, error)
         return None
-
-
-def run_passes(one_pass: Callable[[], Json], every: float | None) -> None:
-    """Run a pass and print its counts; repeat it at an interval, also after an error of either program."""
-    while True:
-        try:
-            click.echo(json.dumps(one_pass()))
-        except (TurnwiseError, httpx2.HTTPError) as error:
-            if every is None:
-                raise click.ClickException(str(error)) from error
-            log.warning("this pass ended early, the next one reads everything again: %s", error)
-        if every is None:
-            return
-        time.sleep(every)
 
 
 @click.command()
