@@ -67,6 +67,7 @@ class RealDemo(Demo):
     def __init__(self, settings: RealDemoSettings, say: Say) -> None:
         super().__init__(settings, say)
         self._real = settings
+        self.is_control = settings.control
         self._base = settings.out / "SmolLM2-135M-Instruct"
         self._learnt: dict[str, Any] = {}
         """The served version at the end, as the API returns it."""

@@ -7,7 +7,6 @@ nothing to learn.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from examples.demos.plain_agent import Split
 from examples.demos.report import Report
 from turnwise.client import AsyncClient
 from turnwise.processes.supervisor import Supervisor
+from turnwise.processes.terminal import Say
 from turnwise.types import Json
 
 MOST_BY_CHANCE = 0.3
@@ -59,6 +59,10 @@ class VisionDemo(Demo):
     title = "A model learns from rewards what pictures are called"
     _settings: VisionDemoSettings
 
+    def __init__(self, settings: VisionDemoSettings, say: Say) -> None:
+        super().__init__(settings, say)
+        self.is_control = settings.control
+
     def _build_model(self) -> str:
         from examples.colour_words.model import ensure_model  # loads torch
 
@@ -74,19 +78,7 @@ class VisionDemo(Demo):
         shuffled = {SHUFFLED: True} if self._settings.control and split == "train" else {}
         return super().task(split, index, {**options, **shuffled})
 
-    def _end_of_tasks(self, num_sessions: int) -> None:
-        if not self._settings.control:
-            super()._end_of_tasks(num_sessions)
-        self._are_played.set()
-
-    async def _learnt_since(self, version: int) -> None:
-        if self._settings.control:
-            await self._are_played.wait()
-        else:
-            await super()._learnt_since(version)
-
     async def _learn_one(self, client: AsyncClient, up: Supervisor) -> Report:
-        self.plays_held_out_once, self._are_played = self._settings.control, asyncio.Event()
         report = await super()._learn_one(client, up)
         await self._held_out("with-other-pictures", SHUFFLED)
         return report
