@@ -27,23 +27,6 @@ TRUNCATING: Mapping[str, Callable[[Any], bool]] = {
 _UINT32 = np.dtype("<u4")
 
 
-def truncates(sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Return whether a call leaves out a part of the vocabulary; a greedy call has no other id to leave out.
-
-    Args:
-        sampling: Its parameters; those of other types are refused by the engine.
-        defaults: Of the engine, for those that are absent or None.
-    """
-    for name, acts in TRUNCATING.items():
-        value = sampling.get(name)
-        if value is None:
-            value = defaults.get(name)
-        if isinstance(value, int | float) and acts(value):
-            temperature = sampling.get("temperature")
-            return (defaults.get("temperature") if temperature is None else temperature) != 0
-    return False
-
-
 def pack(support: Sequence[Sequence[int] | TokenIds | None]) -> bytes:
     """Return the stored form of the ids that could be sampled at each token."""
     known = [sorted(ids) for ids in support if ids is not None]

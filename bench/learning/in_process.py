@@ -25,13 +25,14 @@ import xgrammar
 from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from proxy.engines.vllm_forms import truncates
 from proxy.sessions.pins import Pins
 from proxy.sessions.template import ChatTemplate, Continued
 from turnwise.store import serving
 from turnwise.store.database import Database
 from turnwise.store.sessions import create_session
 from turnwise.store.turns import append_turns
-from turnwise.support import pack, truncates
+from turnwise.support import pack
 from turnwise.types import Json, Session, Turn
 
 Result = TypeVar("Result")

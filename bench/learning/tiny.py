@@ -27,6 +27,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from proxy.engines.vllm_forms import truncates
 from proxy.sessions.pins import Pins
 from proxy.settings import ProxySettings
 from trainer.model.loading import model_class, read_config
@@ -37,7 +38,7 @@ from turnwise.store import serving, sessions
 from turnwise.store.database import Database
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
-from turnwise.support import pack, truncates
+from turnwise.support import pack
 from turnwise.types import IMPORT, Credit, Json, Reward, Session, Turn
 from turnwise.types import Outcome as TurnOutcome
 

@@ -13,11 +13,9 @@ from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
-from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.capture import EventBuffer, Running, take_events
-from proxy.calls.retries import Attempt, Retries
-from proxy.dialects.base import Call
+from proxy.calls.retries import Retries
 from proxy.engines.engine import Lane
 from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
 from proxy.engines.pool import EnginePool
@@ -83,18 +81,6 @@ class Relay:
         self._settings = settings
         self._needs_usage = any("cached" in table for table in settings.prices.values())
 
-    async def begin(self, call: Call, principal: Principal, attempt: Attempt) -> Running:
-        """Find the call's session; the caller gives the place to `Sessions.release` once.
-
-        Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
-        """
-        must_wait = self._sessions.template is None and not self._pool.serving
-        has_waited = must_wait and not await self._pool.wait_for_first()
-        place = await self._sessions.find(call, principal, attempt.digest)
-        if EXPLORED in call.notes:
-            self._metrics.explored.inc()
-        return Running(call, place, attempt, has_waited, key_id=principal.root_key_id)
-
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
 
@@ -114,6 +100,8 @@ class Relay:
             ProxyUnavailable: the server cancelled the call because it stops.
         """
         call = running.call
+        if EXPLORED in call.notes:
+            self._metrics.explored.inc()
         if call.idempotency_key is not None and (answer := await self._repeated(running)) is not None:
             self._metrics.coalesced.inc()
             return answer

@@ -79,18 +79,6 @@ def request_digest(call: Call, raw: bytes) -> bytes:
     return blake3(raw).digest(DIGEST_BYTES)
 
 
-def attempt_of(call: Call, principal: Principal, digest: bytes, left: asyncio.Future[None]) -> Attempt:
-    """Return what a retry of a call may refer to, under a new id.
-
-    The id is the milliseconds since 1970, and 80 random bits: a database writes the index of such ids at its end only.
-    Random ids change another page of the index for each row.
-    """
-    caller, form = (principal.tenant, principal.key_id, call.session_id or ""), (call.dialect.name, call.stream)
-    key, call_id = call.idempotency_key, f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(80):020x}"
-    found_by = (*caller, digest, form) if key is None else (*caller, key)
-    return Attempt(caller, key, digest, form, found_by, call_id, f"{call.dialect.id_prefix}{call_id}", left)
-
-
 def _num_bytes(attempts: tuple[Attempt, ...]) -> int:
     return sum(ATTEMPT_BYTES + len(attempt.answer or b"") for attempt in attempts)
 
@@ -112,30 +100,43 @@ class Retries:
         known = (attempts for kept in (self._running, self._answered) for attempts in kept.values())
         return any(each.left.done() and each.caller[:2] == caller for attempts in known for each in attempts)
 
-    async def find(self, attempt: Attempt, call: Call) -> Attempt | None:
-        """Return the call that this one retries, with its answer; None for a call that must be sampled.
+    async def begin(self, call: Call, principal: Principal, digest: bytes, left: asyncio.Future[None]) -> Attempt:
+        """Return the call that this one retries, with its answer; else this one, which starts to sample under a new id.
 
-        Wait for a first call that is still running. The answer of a turn that was deleted since is not repeated.
+        Wait for a first call that is still running. A call takes the place of an earlier one under its
+        `Idempotency-Key`. The id is the milliseconds since 1970, and 80 random bits: a database writes the index of
+        such ids at its end only. Random ids change another page of the index for each row.
+
+        Args:
+            call: the call.
+            principal: its caller.
+            digest: the digest of its request.
+            left: done once its client has closed its connection.
 
         Raises:
             Conflict: the `Idempotency-Key` was used with another request.
         """
-        if attempt.idempotency_key is not None:
-            earlier = await self._keyed(attempt)
+        caller, form = (principal.tenant, principal.key_id, call.session_id or ""), (call.dialect.name, call.stream)
+        key, call_id = call.idempotency_key, f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(80):020x}"
+        found_by = (*caller, digest, form) if key is None else (*caller, key)
+        attempt = Attempt(caller, key, digest, form, found_by, call_id, f"{call.dialect.id_prefix}{call_id}", left)
+        if (key is not None or call.is_retry) and (earlier := await self._find(attempt)) is not None:
+            return earlier
+        if key is None:
+            self._running.setdefault(found_by, []).append(attempt)
         else:
-            earlier = await self._claim_undelivered(attempt) if call.is_retry else None
+            self._running[found_by] = [attempt]
+            self._answered.pop(found_by, None)
+        return attempt
+
+    async def _find(self, attempt: Attempt) -> Attempt | None:
+        """Return the first call of a retry, with its answer; not that of a turn that was deleted since."""
+        is_keyed = attempt.idempotency_key is not None
+        earlier = await (self._keyed(attempt) if is_keyed else self._claim_undelivered(attempt))
         if earlier is None:
             return None
         stored = await self._database.fetch(selection.sessions_of_turns, attempt.caller[0], [earlier.turn_id])
         return earlier if earlier.turn_id in stored else None
-
-    def begin(self, attempt: Attempt) -> None:
-        """Note that a call starts to sample; it takes the place of an earlier one under its `Idempotency-Key`."""
-        if attempt.idempotency_key is None:
-            self._running.setdefault(attempt.found_by, []).append(attempt)
-        else:
-            self._running[attempt.found_by] = [attempt]
-            self._answered.pop(attempt.found_by, None)
 
     def settle(self, attempt: Attempt, answer: bytes | None) -> None:
         """Record the end of a call, right after its answer was sent.

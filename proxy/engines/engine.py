@@ -29,12 +29,12 @@ from proxy.engines.vllm_forms import (
     support_request,
     take_places,
     tool_grammar,
+    truncates,
     without_thinking,
 )
 from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
-from turnwise.support import truncates
 from turnwise.telemetry.tracing import current_request
 from turnwise.types import TOOL_GRAMMAR, Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
@@ -463,18 +463,14 @@ class Engine:
         )
         if call.images and self.places_images is False and place.parent is not None:
             place.start_chain("engine_without_plugin")
-        support = self._support_request(call) if call.asks_support else {}
+        alternatives = 0 if self.returns_supports else self.max_logprobs
+        support = support_request(call, self.defaults, self.support_ids, alternatives) if call.asks_support else {}
         make = functools.partial(request, call, place, returns_routing=self.returns_routing, support=support)
         body = await asyncio.to_thread(make) if call.images else make()
         body["model"] = model
         if self.has_lora or self.adapters:
             reject_prompt_logprobs(body)
         return await self.post(call.dialect.engine_route, dumps(body), headers)
-
-    def _support_request(self, call: Call) -> Json:
-        top_k = call.body.get("top_k")
-        top_k = self.defaults.get("top_k") if top_k is None else top_k
-        return support_request(call, top_k, self.support_ids, 0 if self.returns_supports else self.max_logprobs)
 
     def effective_sampling(self, call: Call) -> Json:
         """Return how it samples a call: the call's parameters, its own defaults, and what it makes of both."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import contextvars
 import dataclasses
 import errno
@@ -20,7 +21,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
@@ -75,7 +76,7 @@ class NotConnected(Disconnected):
         """Whether this process may open no further connection, which says nothing about the server."""
 
 
-class Answer:
+class Answer(contextlib.AbstractContextManager["Answer"]):
     """The server's answer to one request: its head, and its body as it arrives.
 
     Leaving the `with` block before the body is complete closes the connection, so that the server stops its work.
@@ -100,9 +101,6 @@ class Answer:
         """The task that waits for the head."""
         self._timer = self._loop.call_later(patience, self._check)
         client.running.add(self)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()

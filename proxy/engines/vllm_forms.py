@@ -24,6 +24,7 @@ from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.images import FIELD as PLACES
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.errors import InvalidRequest
+from turnwise.support import TRUNCATING
 from turnwise.types import IMAGE_URL, Json
 from turnwise.verify.engine import CHAT_ROUTE
 
@@ -286,7 +287,24 @@ def without_thinking(raw: bytes) -> bytes:
     return orjson.dumps(reply)
 
 
-def support_request(call: Call, top_k: Any, most: int, num_alternatives: int) -> Json:
+def truncates(sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Return whether a call leaves out a part of the vocabulary; a greedy call has no other id to leave out.
+
+    Args:
+        sampling: The call's parameters; those of other types are refused by the engine.
+        defaults: The engine's, for parameters that are absent or None.
+    """
+    for name, acts in TRUNCATING.items():
+        value = sampling.get(name)
+        if value is None:
+            value = defaults.get(name)
+        if isinstance(value, int | float) and acts(value):
+            temperature = sampling.get("temperature")
+            return (defaults.get("temperature") if temperature is None else temperature) != 0
+    return False
+
+
+def support_request(call: Call, defaults: Mapping[str, Any], most: int, num_alternatives: int) -> Json:
     """Return the fields by which a reply says which ids could be sampled at each token.
 
     An engine with our plug-in says it beside the logprobs. Another one can name the most likely alternatives by their
@@ -294,10 +312,12 @@ def support_request(call: Call, top_k: Any, most: int, num_alternatives: int) ->
 
     Args:
         call: The call, whose sampling leaves out a part of the vocabulary.
-        top_k: The engine's, which bounds the number of ids; none where it is not above 0.
+        defaults: The engine's parameters, for those that the call does not set; a top-k bounds the number of ids.
         most: Most ids of a token.
         num_alternatives: Most alternatives that the engine may be asked for; 0 with our plug-in.
     """
+    top_k = call.body.get("top_k")
+    top_k = defaults.get("top_k") if top_k is None else top_k
     wanted = min(most, top_k + TIES) if isinstance(top_k, int) and top_k > 0 else most
     fields: Json = {"vllm_xargs": {FIELD: wanted}}
     alternatives = min(wanted, num_alternatives, MOST_ALTERNATIVES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from types import TracebackType
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -45,32 +45,30 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class cancelled_when_client_leaves:  # noqa: N801  used as a function
+@contextlib.contextmanager
+def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
     """Cancel the block when the client closes its connection, whatever the block waits for.
 
     Raises:
         ClientLeft: in place of the cancellation.
     """
+    task = asyncio.current_task()
 
-    _left: asyncio.Future[None]
-    _task: asyncio.Task[Any] | None = None
-    """The task that runs the block; None outside of the block."""
+    def cancel(_: asyncio.Future[None]) -> None:
+        if task is not None:
+            task.cancel()
 
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._left.add_done_callback(self._cancel)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        task, self._task = self._task, None
-        self._left.remove_done_callback(self._cancel)
-        if isinstance(error, asyncio.CancelledError) and self._left.done() and task is not None:
-            task.uncancel()
-            raise ClientLeft from None
-
-    def _cancel(self, _: asyncio.Future[None]) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    left.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task is None or not left.done():
+            raise
+        task.uncancel()
+        raise ClientLeft from None
+    finally:
+        task = None  # the callback may be scheduled already
+        left.remove_done_callback(cancel)
 
 
 async def read_body(receive: Receive, *, max_bytes: int) -> bytes:

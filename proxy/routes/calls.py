@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from proxy.auth import OPEN, Principal
 from proxy.calls.capture import Running
 from proxy.calls.resuming import read_turns, resume
-from proxy.calls.retries import Attempt, attempt_of, request_digest
+from proxy.calls.retries import Attempt, request_digest
 from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
 from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES, SESSION_PREFIX
 from proxy.engines.engine import Engine
@@ -47,21 +47,21 @@ log = logging.getLogger(__name__)
 MIN_CHECK_SECONDS = 0.01
 
 
+@dataclasses.dataclass(eq=False)
 class ReplySender:
     """One reply: it knows whether its head has been sent, and so how an error can still be reported."""
 
-    def __init__(self, send: Send, dialect: Dialect) -> None:
-        self._send = send
-        self.dialect = dialect
-        self._started = False
-        self._loop = asyncio.get_running_loop()
-        self._sent_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._commenting: asyncio.Task[None] | None = None
-        self.call: Call
-        """The call, set once it is read; its encoder writes the events, and the error at the end of a failed stream."""
-        self.headers: dict[str, str] = {}
-        self.parts: list[bytes] = []
+    _send: Send
+    dialect: Dialect
+    call: Call = dataclasses.field(init=False)
+    """The call, set once it is read; its encoder writes the events, and the error at the end of a failed stream."""
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    parts: list[bytes] = dataclasses.field(default_factory=list)
+    _started: bool = False
+    _sent_at: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+    _commenting: asyncio.Task[None] | None = None
+    _loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
 
     async def whole(self, body: bytes, *, status: int = 200, content_type: bytes = JSON) -> None:
         self._started = True
@@ -222,19 +222,29 @@ class SampleEndpoint(Endpoint):
         try:
             with cancelled_when_client_leaves(admission.left):
                 earlier = await self._begin(scope, receive, headers, admission, reply)
+            call, running = reply.call, admission.running
             if earlier is not None and earlier.answer is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
-                await self._deny(reply.call, principal.tenant, reply.headers[SESSION])
-                await (reply.part(earlier.answer, is_last=True) if reply.call.stream else reply.whole(earlier.answer))
-            elif admission.running is not None:
-                admission.answer = await self._reply_to(admission.running, reply)
+                await self._deny(call, principal.tenant, reply.headers[SESSION])
+                await (reply.part(earlier.answer, is_last=True) if call.stream else reply.whole(earlier.answer))
+            elif running is not None and call.stream:
+                with reply.kept_alive(services.settings.stream_keep_alive_seconds):
+                    held = await services.relay.reply(running, reply.part)
+                await reply.part(held, is_last=True)
+                admission.answer = b"".join(reply.parts)
+            elif running is not None:
+                answer = await services.relay.reply(running)
+                reply.headers[POLICY_VERSION] = str(running.version_first)
+                await reply.whole(answer)
+                admission.answer = answer
         finally:
             admission.release()
 
     async def _begin(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], admission: Admission, reply: ReplySender
     ) -> Attempt | None:
+        """Read a call, and find its session; return the earlier call whose answer it gets, None if it is sampled."""
         services, principal = self._services, admission.principal
         is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
         may_be_answered = b"idempotency-key" in headers or (is_marked and services.retries.has_undelivered(principal))
@@ -249,12 +259,9 @@ class SampleEndpoint(Endpoint):
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None or call.conversation_id is not None:
             await resume(services.database, call, principal)
-        attempt = attempt_of(call, principal, digest, admission.left)
-        may_be_retry = is_marked or call.idempotency_key is not None
-        earlier = await services.retries.find(attempt, call) if may_be_retry else None
-        if earlier is not None:
-            return earlier
-        services.retries.begin(attempt)
+        attempt = await services.retries.begin(call, principal, digest, admission.left)
+        if attempt.answer is not None:
+            return attempt
         admission.attempt, attempt.headers = attempt, reply.headers
         if admission.limited is None:
             await admission.take()
@@ -262,8 +269,12 @@ class SampleEndpoint(Endpoint):
             admission.body.close()
         if has_media(call.messages):
             await services.images.take(call)
-        admission.running = await services.relay.begin(call, principal, attempt)
-        live = admission.running.place.live
+        # Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
+        must_wait = services.sessions.template is None and not services.pool.serving
+        has_waited = must_wait and not await services.pool.wait_for_first()
+        place = await services.sessions.find(call, principal, digest)
+        admission.running = Running(call, place, attempt, has_waited, key_id=principal.root_key_id)
+        live = place.live
         if not call.train and (live.session.train or live.session.record > call.record):
             await self._deny(call, live.session.tenant, live.session.session_id)
             live.session = dataclasses.replace(live.session, train=False, record=live.session.record and call.record)
@@ -286,18 +297,6 @@ class SampleEndpoint(Endpoint):
             metrics.dropped_tools.labels(name if name in HOSTED_TOOLS else "other").inc()
         if names:
             reply.headers[DROPPED_TOOLS] = ", ".join(names)
-
-    async def _reply_to(self, running: Running, reply: ReplySender) -> bytes:
-        call, relay = running.call, self._services.relay
-        if call.stream:
-            with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
-                held = await relay.reply(running, reply.part)
-            await reply.part(held, is_last=True)
-            return b"".join(reply.parts)
-        answer = await relay.reply(running)
-        reply.headers[POLICY_VERSION] = str(running.version_first)
-        await reply.whole(answer)
-        return answer
 
     async def _read(
         self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], principal: Principal

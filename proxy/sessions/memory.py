@@ -142,22 +142,25 @@ class LiveSessions:
             self._drop_tokens(dropped)
 
     def add_turns(self, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
-        """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
+        """Add turns to a session, which may have been dropped meanwhile, or tokens to its turns.
+
+        Drop others above the limits. The tokens of a turn are counted without those that it shares with its parent.
+        """
+        num_bytes = live.token_bytes
         for turn in turns:
             forest = live.forest if turn.policy_id is None else live.forest_of(turn.policy_id)
-            self.keep_tokens(live, forest, forest.add(turn))
-        if self.find(live.key) is live:
-            self.put(live)
-
-    def keep_tokens(self, live: LiveSession, forest: TurnForest, turn: KnownTurn) -> None:
-        """Count the tokens of a turn, without those that it shares with its parent; drop those of other sessions."""
-        if turn.tokens is None or self.find(live.key) is not live:
+            known = forest.add(turn)
+            if known.tokens is not None:
+                parent = forest.by_id.get(known.parent_turn_id or "")
+                shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
+                num_bytes += known.tokens.num_bytes - shared
+        if self.find(live.key) is not live:
             return
-        parent = forest.by_id.get(turn.parent_turn_id or "")
-        shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
-        live.token_bytes += turn.tokens.num_bytes - shared
-        for dropped in self._with_tokens.count(live, live.token_bytes):
-            self._drop_tokens(dropped)
+        if num_bytes > live.token_bytes:
+            live.token_bytes = num_bytes
+            for dropped in self._with_tokens.count(live, num_bytes):
+                self._drop_tokens(dropped)
+        self.put(live)
 
     def drop(self, key: SessionKey) -> None:
         """Remove a session, also because its row in the store has changed."""
@@ -274,7 +277,7 @@ class SessionCache(LiveSessions):
         """Read the prompt and sampled ids of a turn, which have left the memory; None if they are not stored."""
         if (ids := await self._database.fetch(conversations.full_tokens, turn.turn_id)) is not None:
             turn.tokens = encode_ids(ids)
-            self.keep_tokens(live, live.forest_of(turn.policy_id), turn)
+            self.add_turns(live, [turn])
         return turn.tokens
 
     async def _store(self, session: Session) -> tuple[Session, bool]:

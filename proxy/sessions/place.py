@@ -366,24 +366,21 @@ async def extend(
     )
     # A copy: another call that begins with the same messages may complete the list at the same time.
     kinds = conversation.kinds[:]
-
-    def render() -> tuple[TokenIds, EncodedIds]:
-        between = template.next_ids(continued, kinds, thinking)
-        if not len(between):
-            return between, tokens
-        return between, encoded(ids_as_text(between), tokens.num_ids + len(between), tokens)
-
     is_outlined = bool(kinds) and continued.replied >= len(kinds) and template.renders_in_short(continued)
     num_rendered = conversation.num_bytes - (conversation.num_old_bytes if is_outlined else 0)
     try:
         if num_rendered > RENDERED_HERE or not template.is_local:
-            place.between, place.prompt = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+            loop = asyncio.get_running_loop()
+            between = await loop.run_in_executor(RENDERING, template.next_ids, continued, kinds, thinking)
         else:
-            place.between, place.prompt = render()
+            between = template.next_ids(continued, kinds, thinking)
     except Unsafe as unsafe:
         place.reason = unsafe.reason
         return
     conversation.kinds = kinds
+    place.between, place.prompt = between, tokens
+    if len(between):
+        place.prompt = encoded(ids_as_text(between), tokens.num_ids + len(between), tokens)
     if call.images:
         place.places = places_of(forest, parent)
     place.parent, place.reason = parent, break_reason(conversation, forest, parent)

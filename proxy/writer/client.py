@@ -285,26 +285,17 @@ class Writer:
             waiting = self._waiting.pop(number, None)
             if waiting is None:  # its deadline has passed
                 continue
-            if waiting.num_turns:
-                num_committed += self._note_turns(waiting, result, now)
-            if waiting.future.cancelled():  # its caller has left
-                continue
-            if isinstance(result, Exception):
-                waiting.future.set_exception(result)
-            else:
-                waiting.future.set_result(result)
+            has_failed = isinstance(result, Exception)
+            if waiting.num_turns and not has_failed:
+                self._failed = None
+                num_committed += waiting.num_turns
+                metrics.commit_seconds.observe(now - waiting.submitted_at)
+            elif waiting.num_turns and isinstance(result, StoreUnavailable):
+                self._failed = now, result
+            if not waiting.future.cancelled():  # otherwise its caller has left
+                (waiting.future.set_exception if has_failed else waiting.future.set_result)(result)
         if num_committed:
             metrics.commit_batch.observe(num_committed)
-
-    def _note_turns(self, waiting: _Waiting, result: object, now: float) -> int:
-        """Note whether the turns of a job were stored; return how many were."""
-        if isinstance(result, StoreUnavailable):
-            self._failed = now, result
-        if isinstance(result, Exception):
-            return 0
-        self._failed = None
-        self._metrics.commit_seconds.observe(now - waiting.submitted_at)
-        return waiting.num_turns
 
     def lost(self) -> None:
         """Fail the jobs of a writing process that ended, and replace it unless the proxy is closing."""

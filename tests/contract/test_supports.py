@@ -11,9 +11,10 @@ import pytest
 from turnwise_fake_engine import Script, running_fake_engine
 from turnwise_fake_engine.sampling import truncated
 
+from proxy.engines.vllm_forms import truncates
 from turnwise.engine_plugin.__main__ import write_plugin
 from turnwise.engine_plugin.supports import FIELD
-from turnwise.support import support_json, truncates
+from turnwise.support import support_json
 
 TOP_K = 5
 SAY = {"role": "user", "content": "Hello."}

@@ -11,7 +11,7 @@ from support.in_process import in_process_proxy
 
 from proxy.auth import Principal
 from proxy.calls import relay
-from proxy.calls.retries import Attempt, Retries, attempt_of, request_digest
+from proxy.calls.retries import Attempt, Retries, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import ConversationDigests
@@ -41,36 +41,34 @@ def asked(
     return call, principal
 
 
-def attempt(request: tuple[Call, Principal], *, has_left: bool = False) -> Attempt:
+async def begun(retries: Retries, request: tuple[Call, Principal], *, has_left: bool = False) -> Attempt:
     (call, principal), left = request, asyncio.get_running_loop().create_future()
     if has_left:
         left.set_result(None)
-    return attempt_of(call, principal, request_digest(call, repr(call.body).encode()), left)
+    return await retries.begin(call, principal, request_digest(call, repr(call.body).encode()), left)
 
 
-def begun(retries: Retries, request: tuple[Call, Principal], *, has_left: bool = False) -> Attempt:
-    started = attempt(request, has_left=has_left)
-    retries.begin(started)
-    return started
-
-
-def answered(
+async def answered(
     retries: Retries, request: tuple[Call, Principal], answer: bytes | None, *, delivered: bool = True
 ) -> None:
-    retries.settle(begun(retries, request, has_left=not delivered), answer)
+    request[0].is_retry = False
+    retries.settle(await begun(retries, request, has_left=not delivered), answer)
 
 
 async def answer_of(retries: Retries, request: tuple[Call, Principal]) -> bytes | None:
-    earlier = await retries.find(attempt(request), request[0])
-    return None if earlier is None else earlier.answer
+    """Return the answer that a call gets as a retry; None if it is sampled, which fails here."""
+    attempt = await begun(retries, request)
+    if attempt.answer is None:
+        retries.settle(attempt, None)
+    return attempt.answer
 
 
 async def test_an_undelivered_answer_is_given_to_one_retry_with_the_same_body():
     retries = retries_of(10_000)
-    answered(retries, asked(), b"delivered")
+    await answered(retries, asked(), b"delivered")
     assert await answer_of(retries, asked()) is None
-    answered(retries, asked(), b"first", delivered=False)
-    answered(retries, asked(), b"second", delivered=False)
+    await answered(retries, asked(), b"first", delivered=False)
+    await answered(retries, asked(), b"second", delivered=False)
     unmarked = asked()
     unmarked[0].is_retry = False
     assert await answer_of(retries, unmarked) is None
@@ -80,13 +78,13 @@ async def test_an_undelivered_answer_is_given_to_one_retry_with_the_same_body():
 async def test_a_call_with_the_same_body_does_not_wait_for_a_call_whose_client_is_connected():
     """It is another rollout of the same prompt."""
     retries = retries_of(10_000)
-    begun(retries, asked())
+    await begun(retries, asked())
     assert await asyncio.wait_for(answer_of(retries, asked()), 5) is None
 
 
 async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
     retries = retries_of(10_000)
-    first = begun(retries, asked(), has_left=True)
+    first = await begun(retries, asked(), has_left=True)
     retry = asyncio.create_task(answer_of(retries, asked()))
     await asyncio.sleep(0)
     assert not retry.done()
@@ -106,23 +104,23 @@ async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
 )
 async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: tuple[Call, Principal]):
     retries = retries_of(10_000)
-    answered(retries, asked(), b"answer", delivered=False)
+    await answered(retries, asked(), b"answer", delivered=False)
     assert await answer_of(retries, other) is None
 
 
 async def test_an_idempotency_key_gets_the_same_answer_each_time():
     """Whether or not it was delivered; a failed call is sampled again."""
     retries = retries_of(10_000)
-    answered(retries, asked(key="k"), None)
+    await answered(retries, asked(key="k"), None)
     assert await answer_of(retries, asked(key="k")) is None
-    answered(retries, asked(key="k"), b"answer")
+    await answered(retries, asked(key="k"), b"answer")
     assert [await answer_of(retries, asked(key="k")) for _ in range(2)] == [b"answer", b"answer"]
 
 
 async def test_an_idempotency_key_with_another_request_is_refused():
     """It is also refused while the first call is running."""
     retries = retries_of(10_000)
-    first = begun(retries, asked(key="k"))
+    first = await begun(retries, asked(key="k"))
     for _ in range(2):
         with pytest.raises(Conflict, match="'k' was used with another request"):
             await answer_of(retries, asked("Bye.", key="k"))
@@ -133,7 +131,7 @@ async def test_the_oldest_answers_are_evicted_first():
     """Each takes 800 bytes and its length: 2,000 bytes hold two."""
     retries = retries_of(2_000)
     for key in "abc":
-        answered(retries, asked(key=key), b"answer")
+        await answered(retries, asked(key=key), b"answer")
     found = [await answer_of(retries, asked(key=key)) for key in "abc"]
     assert found == [None, b"answer", b"answer"]
 
