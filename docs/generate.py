@@ -1,4 +1,4 @@
-"""Writes docs/reference.md and docs/api.md from the code. A test compares the files with it."""
+"""Writes the pages and parts of pages that are made from the code. A test compares the files with it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def pages() -> dict[Path, str]:
     """Return all pages that are made from the code, by their file."""
     api_page = runpy.run_path(str(TARGET.with_name("api_page.py")))
     client_page = runpy.run_path(str(TARGET.with_name("client_page.py")))
+    files_page = runpy.run_path(str(TARGET.with_name("files_page.py")))
     return {
         TARGET: reference(),
         TARGET.with_name("api.md"): api_page["api"](),
         TARGET.with_name("client.md"): client_page["client"](),
+        files_page["ROOT"] / "CONTRIBUTING.md": files_page["contributing"](),
     }
 
 

@@ -1,17 +1,14 @@
 """README and docs agree with the code."""
 
 import functools
-import pkgutil
 import re
 import runpy
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from trainer.algorithms.loading import provided
 from trainer.settings import TrainerSettings
-from turnwise import store
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -58,10 +55,6 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
-FILES_BY_THEIR_ROOM = {"store", "workflows", "algorithms", "default_models", "telemetry", "vendor"}
-"""Rooms whose files CONTRIBUTING.md does not list."""
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
 def test_paths_of_the_source_in_a_page_exist(page):
     for path in re.findall(
@@ -70,23 +63,13 @@ def test_paths_of_the_source_in_a_page_exist(page):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-def test_contributing_names_every_room_and_file_and_every_path_of_its_table_exists():
+def test_contributing_names_the_rooms_of_each_package_from_the_uppermost_floor_down():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = [layer for contract in contracts if contract["type"] == "layers" for layer in contract["layers"]]
-    rooms = {room for layer in layers for room in re.split(r" [|:] ", layer)} - {"__main__"}
-    blocks = text[text.index("```") : text.rindex("```")]
-    assert rooms <= set(re.findall(r"\w+", blocks))
-    for package, block in zip(("proxy", "trainer", "turnwise"), blocks.split("\n\n"), strict=True):
-        files = {path for path in (ROOT / package).rglob("*.[pj][ys]") if not path.name.startswith("__")}
-        told = {path.stem for path in files if path.parent.name not in FILES_BY_THEIR_ROOM}
-        assert told <= set(re.findall(r"\w+", block)), f"CONTRIBUTING.md lacks a file of {package}"
-        for listed in re.findall(r": (.*(?:\n {15}.*)*)", re.sub(r"\([^)]*\)", "", block)):
-            names = {name.strip() for name in re.split(r"[,;:\n]", listed)}
-            assert {name for name in names if re.fullmatch(r"\w+", name)} <= {path.stem for path in files} | {"imports"}
-    table = text[text.index("## To change X") : text.index("## What a change")]
-    for path in re.findall(r"`([\w./*]+/[\w./*]*)`", table):
-        assert list(ROOT.glob(path.rstrip("/"))), f"{path} does not exist"
+    floors = runpy.run_path(str(ROOT / "docs" / "files_page.py"))["floors"]()
+    blocks = text[text.index("```") : text.rindex("```")].split("\n\n")
+    for (package, rooms), block in zip(floors.items(), blocks, strict=True):
+        lines = re.findall(r"^ ([a-z_, ]+?)(?:  .*)?$", block, re.MULTILINE)
+        assert [room for line in lines for room in line.split(", ")] == rooms, package
 
 
 @pytest.mark.parametrize(
@@ -94,9 +77,3 @@ def test_contributing_names_every_room_and_file_and_every_path_of_its_table_exis
 )
 def test_every_reason_is_explained(reason):
     assert f"`{reason}`" in (ROOT / "docs" / "exactness.md").read_text()
-
-
-def test_the_docstring_of_the_store_names_each_of_its_modules_once():
-    lines = re.findall(r"^ ([a-z_, ]+?)  ", store.__doc__ or "", re.MULTILINE)
-    named = [name for line in lines for name in line.split(", ")]
-    assert sorted(named) == sorted(module.name for module in pkgutil.iter_modules(store.__path__))
