@@ -1,4 +1,4 @@
-"""The control plane as an app: its routes, and the answers to errors; imports have no effects."""
+"""The app of the control plane: its routes, and what an unknown path, a wrong method or an error is answered with."""
 
 from __future__ import annotations
 

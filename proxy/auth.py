@@ -1,4 +1,4 @@
-"""Authentication and authorisation: from the presented key to a principal, and one table of routes and roles.
+"""Keys: who a presented key is, session keys that end with their API key, and which role may call which route.
 
 There are two kinds of key: API keys of the store, and session keys that the proxy signs itself, so that sessions do not
 need rows for their keys. A session key is a child of the API key that created it, its root: it is valid while the root

@@ -1,4 +1,4 @@
-"""Run one proxy process until it is told to stop: the whole proxy, or one of its workers."""
+"""Starts and stops one proxy process: sockets, signals, open files; the whole proxy, or one of its workers."""
 
 from __future__ import annotations
 

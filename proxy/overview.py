@@ -1,4 +1,4 @@
-"""Counts of a tenant's rows, and changes of sessions, versions and updates for listeners of `GET /v1/events`.
+"""How old the counts of a tenant may be, and which changes the listeners of `GET /v1/events` get.
 
 Counting reads every session of the tenant and every update, and each open page asks for the counts every few seconds.
 The counts of a tenant with few sessions are always read while there are few updates. Otherwise they are kept for a

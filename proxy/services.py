@@ -1,4 +1,4 @@
-"""The proxy's services, created once per process; the lifespan starts and stops them."""
+"""All objects of a proxy process: how they are connected, started and closed, and what other processes' changes do."""
 
 from __future__ import annotations
 

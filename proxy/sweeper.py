@@ -1,4 +1,4 @@
-"""What becomes old is closed or deleted: idle sessions, stored answers, and sessions beyond the retention."""
+"""What becomes old: idle sessions are closed, stored answers and sessions beyond the retention are deleted."""
 
 from __future__ import annotations
 

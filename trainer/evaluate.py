@@ -1,4 +1,4 @@
-"""Evaluation: an agent plays held-out sessions through the proxy; their rewards are read from the ledger.
+"""Evaluation: an agent plays held-out sessions through the proxy, and their rewards are read from the ledger.
 
 The trainer does not generate itself. It starts a command, the same agent that a user runs, and reads the result from
 the ledger, so the served model is measured through the proxy. The result names the version that sampled the sessions.

@@ -1,4 +1,4 @@
-"""Stored logprobs against a forward pass of the published files: `turnwise verify --forward`.
+"""`turnwise verify --forward` and `certify`: a forward pass of the files; which part of a model an engine lacks.
 
 `transformers` computes them, with none of the code that trains or serves but the processors of logits. So an engine
 that samples with other weights than it was given is seen, which a comparison of the engine with itself cannot show.

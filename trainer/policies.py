@@ -1,4 +1,4 @@
-"""The policies of one trainer: a training for each, over one base model in memory.
+"""The policies of one trainer over one base model: whose turn it is, and what an error in one does to the others.
 
 A policy's adapter, optimizer, counts, directory, gauges and status are its training's own, and it trains as in a
 process of its own, bit for bit. Policies take turns, a batch each, so that none waits for more than one batch of every

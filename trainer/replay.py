@@ -1,4 +1,4 @@
-"""The replay buffer of off-policy training, over the ledger.
+"""The replay buffer of off-policy training: which old groups are drawn again, by age or by spread of rewards.
 
 The buffer holds no tokens. It is an index of groups: when each arrived, how often it was used, and the spread of its
 rewards. Each sample reads the ledger again, so late rewards count and a checkpoint stays small. Ratios are taken to

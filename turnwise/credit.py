@@ -1,4 +1,4 @@
-"""Compute the reward and the return of each turn from reward lines, and compare rewards. Pure functions, numpy only.
+"""On which turn a reward falls: the reward and the return of each turn, and comparisons of rewards. numpy only.
 
 Credit is computed when experiences are read, never when rewards are written, so a late or revised line, or another
 credit policy, does not rewrite stored data. The shaping is rLLM's, over steps: with raw rewards r, bonus coefficient c

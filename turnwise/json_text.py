@@ -1,4 +1,4 @@
-"""The JSON of clients: scanned before it is decoded, and decoded and encoded with integers of any length.
+"""The JSON of clients: scanned for size and depth before it is decoded; integers of any length stay exact.
 
 Decoding holds the interpreter's lock for the whole text, and a text of a few megabytes such as `[],[],[],…` takes
 seconds. NumPy scans it without the lock and without making objects, in windows so that its memory stays small.

@@ -1,4 +1,4 @@
-"""Sampling parameters whose effect the trainer cannot apply to its own logits: a turn that used one carries no loss.
+"""Tables of the sampling parameters that the trainer cannot apply again, so that a turn with one carries no loss.
 
 The trainer selects turns by these tables. The proxy, the page and `turnwise doctor` say by the same tables, before a
 batch, what will not be trained. Only the trainer knows whether it can replay a schema.

@@ -1,4 +1,4 @@
-"""The whole demo: build a small model, start the stack, let the agent play and learn, and write a report.
+"""The course of every demo: builds a model, starts the stack, plays, follows versions, and grades held-out tasks.
 
 The stack is one `turnwise up`, and all sessions are played by `turnwise run`. This driver starts these commands,
 follows the policy versions over HTTP, and reads the results that `turnwise run` records.

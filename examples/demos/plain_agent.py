@@ -1,4 +1,4 @@
-"""Lets `turnwise run --call` play an agent that does not use Turnwise, and grades its last reply.
+"""Lets `turnwise run --call` play an agent that does not use Turnwise; a control gives rewards of other sessions.
 
 The agent is a file with `async def play(client, task, model)`. It gets a plain OpenAI client. A line of the tasks file
 names the module that makes the task, by `make_task(split, index, seed)`, and grades the reply, by `reward(task, text)`.

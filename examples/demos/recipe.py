@@ -1,4 +1,4 @@
-"""Recipes: a task with its agent, its grader and its settings, in one directory.
+"""Runs a recipe: a task with its agent, its grader and its settings, in one directory.
 
 A recipe is `recipe.py` with `make_task`, `reward` and `play`, which import nothing of Turnwise, and two settings files:
 `recipe.toml` for a GPU and `small.toml` for a CPU. Their table `[demo]` belongs to this module, the others to the

@@ -1,4 +1,4 @@
-"""The report of a demo: numbers as JSON, the learning curve as an image, and how far unrelated replies have changed."""
+"""The report of a demo: rewards with their margin, the learning curve, and how far unrelated replies changed."""
 
 from __future__ import annotations
 

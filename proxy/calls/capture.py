@@ -1,4 +1,4 @@
-"""One call while it runs: its state, the engine's reply as it is captured, and the turns that it becomes.
+"""One call while it runs: its state, the reply as it is captured, the turns that it becomes, and its price.
 
 A whole reply is one part, and a stream many. Parts that arrived together are handled together, and no part waits for a
 later one. Each turn has one outcome.

@@ -1,4 +1,4 @@
-"""The images of a call: read from its messages or fetched, checked, and named there by the digests of their files.
+"""The images of a call: which are read, fetched (from public addresses alone) or refused, and how messages name them.
 
 The engine gets each image as a data URL and fetches nothing, so that no client makes it call an address. The proxy
 fetches only where `fetch_images` allows it, and only from public addresses. Each connection is checked where its socket

@@ -1,4 +1,4 @@
-"""One call from the canonical request to the reply's last byte: request → plan → relay → commit → reply.
+"""One call from the canonical request to the reply's last byte: plan, sampling, commit, and which bytes wait for it.
 
 The last byte waits for the commit. A whole reply is sent after the commit. A stream is sent as it arrives; only the
 events that tell the client that it is complete, from the finishing chunk on, are held until the turn is stored.

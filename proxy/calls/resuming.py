@@ -1,4 +1,4 @@
-"""Stored turns that a call refers to: those that it continues without repeating them, and those that it quotes."""
+"""Stored turns that a call names (`previous_response_id`, `conversation`) and continues without repeating them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retried calls: a retry gets the answer of the first call, from one engine call.
+"""Which calls are retries of an earlier one and get its answer, so that the engine works once.
 
 A call is a retry of another one if tenant, caller, session and request are equal, and either both carry the same
 `Idempotency-Key`, or the call has the OpenAI SDK's `x-stainless-retry-count` above 0 and the answer to the first call

@@ -1,4 +1,4 @@
-"""A chat reply as blocks: thinking, text and tool calls, for the formats whose replies are lists of them.
+"""A chat reply as thinking, text and tool calls, and which call was cut off, for formats whose replies are lists.
 
 The engine streams fields of one message, and may interleave the parts of several calls. The assembler here puts them
 together; the event formats are in the dialects. A call whose arguments were not sampled to the end is cut: no client

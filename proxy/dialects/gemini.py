@@ -1,4 +1,4 @@
-"""`/v1beta/models/…:generateContent`: Google's Gemini API, translated to a chat call.
+"""`/v1beta/models/…:generateContent`: Google's Gemini API, its routes and replies; requests are in `gemini_request`.
 
 A streamed reply is either server-sent events (`alt=sse`) or, as Google's REST API does by default, one JSON array.
 Function calls are sent when their arguments are complete: Google's format has no partial ones. The last response of a

@@ -1,4 +1,4 @@
-"""Translate Gemini's requests to chat requests.
+"""Gemini's requests as chat requests: fields, schemas, and which result belongs to which call without an id.
 
 Google accepts each field in camelCase and in snake_case, so every field is read by `read`. As protobuf's JSON does, it
 also accepts an object in place of a list of one, and a number as a string. Consecutive `model` contents are one reply:

@@ -1,4 +1,4 @@
-"""Tools and items of OpenAI's Responses: input items to chat messages, blocks of a reply to output items.
+"""Tools of OpenAI's Responses, freeform ones too, and items: as functions and messages, and back in a reply.
 
 A namespace becomes functions named `<namespace>__<name>`. A custom (freeform) tool becomes a function of one string,
 `input`. Tools that OpenAI runs on its own servers are dropped. Function calls of a reply become the items that the

@@ -1,4 +1,4 @@
-"""One engine, a vLLM over HTTP: its state, its health, the lanes that calls sample in, and the routes that are called.
+"""One engine, a vLLM over HTTP: its health and state, and the routes that sample, pause, and load weights or adapters.
 
 Of another kind of engine, the routes from `sample` on and the forms of `vllm_forms` would differ.
 """

@@ -1,4 +1,4 @@
-"""Calls to one server, over aiohttp's connections: what an engine's calls need beside them.
+"""HTTP calls to one server: what is sent again, which silence is too long, and how calls on a lost server end.
 
 aiohttp keeps the connections and reads HTTP. The rules of this proxy are here. A request is sent again only if the
 server had closed a kept connection before the request arrived. A silence counts while a reader waits. And the calls on

@@ -1,4 +1,4 @@
-"""All engines: which one a session's calls go to, and how long a call waits for an engine.
+"""Which engine a session's calls go to, which version a model's name means, and how long a call waits for an engine.
 
 A session goes to the same serving engine each time, by rendezvous hashing of its id, so that its prefix cache is warm
 and the loss of an engine moves only that engine's sessions. While an engine's weights are exchanged its new calls wait

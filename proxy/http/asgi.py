@@ -1,4 +1,4 @@
-"""ASGI without a framework: a client's requests under limits, whole replies, and the headers that name a session."""
+"""Requests as ASGI: bodies under limits before they are decoded, clients that leave, headers that name a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's protocol with limits of time and size, and a signal when the client disconnects.
+"""A client's connection: limits of time and size, a client that stops reading or leaves; on uvicorn's protocol.
 
 One timer per connection runs while a request is incomplete, so the same rule applies to an incomplete request line,
 incomplete headers and an incomplete body. A request that arrives as a whole needs none. A second timer runs while the

@@ -1,4 +1,4 @@
-"""Limits of the proxy, of each key and of each tenant, with a fair queue in front of them.
+"""How many calls a key and a tenant may have at once and each minute, and which waiting call goes next.
 
 Each proxy process counts for itself. A session key counts as the key that made it. A call over a limit waits for
 `queue_seconds`: keys take turns, so that a key with many waiting calls delays no other key by more than one call.

@@ -1,4 +1,4 @@
-"""Arms: a share of the new sessions samples with another version than the served one.
+"""Versions on trial, canaries and the hold-out: which engine has one, how a trial ends, what a lost engine does.
 
 Each policy has its own arms. A canary is a new version that is rolled back if it does worse. The hold-out is an older
 version that stays, so that the lift of the served one over it is known: the version that a newly served one replaces

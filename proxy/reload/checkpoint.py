@@ -1,4 +1,4 @@
-"""A version's files: read within limits of time, and checked before an engine loads them.
+"""Which files of a version are refused before an engine loads them, read within limits of time.
 
 Loading a broken directory can crash an engine. `check_headers` reads headers only and is fast enough for a request;
 `check_values` reads every byte and runs before a reload, while calls continue. Tensors are compared with those of the

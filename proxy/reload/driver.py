@@ -1,4 +1,4 @@
-"""Brings every engine to the policy version that the store names, under running calls.
+"""Brings every engine to the version that the store names: which engine first, what is retried, what is taken out.
 
 One process drives at a time, by a lease in the store; the others read the engines' labels. One engine loads a new
 version first; the others follow if it succeeds. A version that cannot be loaded is marked failed and the last good one

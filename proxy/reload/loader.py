@@ -1,4 +1,4 @@
-"""Load one version into one engine, verify it, and restore the last good version on failure.
+"""Loads one version into one engine, compares its logprobs with the trainer's, and restores the last good version.
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine

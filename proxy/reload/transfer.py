@@ -1,4 +1,4 @@
-"""Versions from the trainer's memory: asked for at the trainer, received by an engine while calls go on.
+"""Versions from the trainer's memory: which engine is offered one, and how long it is spared after a failure.
 
 The ledger names the trainers. A version that no trainer holds, or that does not arrive, is loaded from its directory,
 so a failure here is no failure of the reload.

@@ -1,4 +1,4 @@
-"""The comparison of two arms: the verdict over a trial, by rewards and broken turns, and the lift of a version."""
+"""The statistics of two arms: when a trial's rewards or broken turns are worse, and the lift of a version."""
 
 from __future__ import annotations
 

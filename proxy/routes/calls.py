@@ -1,4 +1,4 @@
-"""The data plane: which endpoint serves a request, the one that samples, and the replies of all, errors included.
+"""The endpoint that samples: a call is admitted, read, relayed and answered, with comments while the engine is silent.
 
 It is plain ASGI rather than FastAPI: this is the hot path, the engine validates the body, and a disconnected client
 must be noticed at once.

@@ -1,4 +1,4 @@
-"""The routes of all registered dialects, each also under `/sessions/{session_id}`, and the endpoints beside calls."""
+"""Routes of all wire formats, also under `/sessions/{session_id}`; model lists, token counts, stored replies."""
 
 from __future__ import annotations
 

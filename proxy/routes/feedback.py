@@ -1,4 +1,4 @@
-"""Routes for the feedback of people: thumbs, ratings, comments, edited replies and chosen ones.
+"""Routes for what people say: thumbs, ratings, comments, edited and chosen replies, and what is trained of each.
 
 The kinds have TensorZero's names. Thumbs and ratings become lines of the reward ledger. An edited or chosen reply
 becomes a group of sessions that SFT and DPO train, see `turnwise.store.feedback`.

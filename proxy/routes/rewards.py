@@ -1,4 +1,4 @@
-"""Routes that write rewards and read experiences."""
+"""Routes that write rewards, each request once, and that read experiences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes that show one turn: its sequence token by token, and its tokens under the version that is served now.
+"""Routes that show one turn: its tokens, which are the template's own, and their logprobs under the served version.
 
 The stored ids do not say which token is scaffold, which the chat template adds around the text of messages: role
 markers, tools, the generation prompt. So each text of the turn's messages is searched for in the decoded prompt, in

@@ -1,4 +1,4 @@
-"""The digests of a call's messages: one after every message, over what the chat template reads and nothing else.
+"""Which differences of a repeated history do not count: digests of messages over what the chat template reads.
 
 A request extends a turn when the digest of its first messages equals the digest of the turn's messages and reply. A
 digest covers role, text and tool calls with their arguments as values, but no call whose arguments were not sampled to

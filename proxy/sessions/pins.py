@@ -1,4 +1,4 @@
-"""Sampling that is not the client's: what the operator or a session has pinned, and the exploration of greedy agents.
+"""Sampling that a client did not ask for: pinned parameters, and greedy calls that explore without their seed.
 
 A narrower pin wins: of the proxy, the tenant, the policy, the key, the session. A call at temperature 0 teaches
 nothing, because no other token could have been sampled. So a share of the sessions samples such calls at a temperature.

@@ -1,4 +1,4 @@
-"""A call's place: its session, the turn in it that the call extends, and the exact prompt ids for it.
+"""A call's place: its session, the turn that it extends or why it extends none, and the exact prompt ids.
 
 The session is the one that the call's session key or the request itself names (see `which`). Without a name it is the
 session of the same API key that contains the conversation which the call extends (see `inferred_sessions`), or a new

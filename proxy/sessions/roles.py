@@ -1,4 +1,4 @@
-"""Which role a chain has in its session: the main agent, a sub-agent, a side call, or a discarded attempt.
+"""Whether a chain is the main agent's, a sub-agent's, a side call, or a discarded attempt, also after the fact.
 
 The role of a chain is found when it starts, from the agent's id, the system message and the shape of the call; its
 later turns have the same. A session's only chain is the main agent's, whatever it asks for, save the compaction prompt

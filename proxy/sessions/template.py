@@ -1,4 +1,4 @@
-"""The served model's chat template: what it renders, which ids follow a sampled reply, and which fields it reads.
+"""The served chat template: which ids follow a reply, which fields it reads, and what of a long history is left out.
 
 Nothing about a template is assumed, and there is no code per model family. Each continuation renders the conversation
 with the engine's own template and tokenizer and finds the answer in the text: a marker in place of the reply's content

@@ -1,4 +1,4 @@
-"""What a request names of its call: above all its session.
+"""Which session, agent, step and user a request names, by path, headers, metadata or the ids of known clients.
 
 A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids of
 `NATIVE_IDS`. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry

@@ -1,4 +1,4 @@
-"""The process that writes for a proxy: one transaction for all jobs that arrived during the last one.
+"""The process that commits turns: one transaction for all waiting jobs; a redactor changes the turns here.
 
 A turn's reply leaves after its commit, so commits must be cheap: they are batched, and neither the statements nor the
 decoding of logprobs takes the interpreter from the calls. Jobs of the control plane run in the same transaction, each

@@ -1,4 +1,4 @@
-"""Learning from corrections: a teacher that knows what a person said teaches the policy that has to do without it.
+"""Learning from what people corrected: a teacher that reads the correction teaches the policy, which does not.
 
 The proxy stores a comment or an edited reply as the prompt of its turn with the correction in it. The policy's first
 version, or any other model with its tokenizer, replies to that prompt, and the policy learns to give this reply to the

@@ -1,4 +1,4 @@
-"""GAE: a critic values the state before each token, and advantages are computed token by token.
+"""GAE: a critic values the state before each token; on which token a reward falls, and advantages token by token.
 
 Each chain is one trajectory: what follows a trained token is the next trained token of its own chain, also where
 several chains share the token's prefix. Prompt tokens between two turns belong to the environment and are no states.

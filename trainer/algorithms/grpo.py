@@ -1,4 +1,4 @@
-"""Policy gradients: what all of them share, and GRPO with its relatives, which differ in how rewards are compared.
+"""Policy gradients: what all share (ratio, clip, KL), and GRPO, RLOO, Dr. GRPO, REINFORCE++ and GDPO.
 
 `PolicyGradient` chooses the groups that are trained, compares single sessions, and adds corrections, entropy and KL. A
 subclass gives `policy_loss`, and `advantages` where a group is not compared by GRPO's rule.

@@ -1,4 +1,4 @@
-"""What a session is compared with: its reward as it is trained, the values of others, and its advantage over them.
+"""What a session is compared with: its reward as shaped, its group, or for a single session others of its kind.
 
 Named rewards are weighed and overlong sessions shaped; nothing of that is stored. A *bucket* holds values that are
 compared: all sessions of a group, all turns at one step of a group, or single sessions of a kind. A session is one

@@ -1,4 +1,4 @@
-"""Replay of a grammar over a turn's sampled tokens: which ids it allowed at each of them.
+"""Which tokens a grammar allowed at each sampled token of a turn, and from which token on, by walking it again.
 
 The engine walks a grammar token by token and masks the logits; the same walk over the stored tokens gives the same
 masks. vLLM 0.32 uses xgrammar, unless a schema needs more than that (vllm/sampling_params.py:

@@ -1,9 +1,9 @@
-"""The trained tokens of a row, the importance ratios between the policies that are known for them, and their gauges.
+"""Importance ratios of the trained tokens: weights for stale or engine-made samples, the mask of bad old ones, gauges.
 
-A correction multiplies the loss of a token and carries no gradient: for an engine that differs from the trainer, or for
-an older version that sampled. Gauges distinguish a run that learns from one that collapses. A gauge is a ratio of
-sums. The sums are accumulated over rows and processes and divided once, so a gauge does not depend on how tokens are
-distributed over rows. Legend: M trained tokens, S sequences (chains).
+An importance weight multiplies the loss of a token and carries no gradient: for an engine that differs from the
+trainer, or for an older version that sampled. Gauges distinguish a run that learns from one that collapses. A gauge is
+a ratio of sums. The sums are accumulated over rows and processes and divided once, so a gauge does not depend on how
+tokens are distributed over rows. Legend: M trained tokens, S sequences (chains).
 """
 
 from __future__ import annotations

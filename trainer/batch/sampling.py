@@ -1,4 +1,4 @@
-"""What an engine applied to a turn's logits, and what of it the trainer can apply to its own.
+"""Whether the trainer can redo what an engine did to a turn's logits, or stored ids replace it; if not, no loss.
 
 The stored logprobs are those of the distribution that sampled, so a loss with ratios needs that distribution from the
 trainer's logits too. What a call asked for stands in the turn's sampling parameters; the history is the chain's own

@@ -1,4 +1,4 @@
-"""Comparison of the trainer's logprobs with those that the engine reported, and the refusal of groups that differ.
+"""Stored against recomputed logprobs: whether the engine was wrong or the policy moved on, and which groups fall out.
 
 The gradient's forward pass gives the logprobs of every token under the present weights. A group that differs by more
 than the limit is compared again under the weights of the version that sampled it, unless those are the present ones:

@@ -1,4 +1,4 @@
-"""When the trainer takes a batch, what it waits for, and the claim of finished, rewarded groups.
+"""When the trainer takes a batch, and why it waits: groups, a pin, a quota, or sessions of too old versions.
 
 Slow sessions are often the hard tasks. Dropping them because of their age would train on the quick ones alone. So the
 trainer waits instead: it makes no update that would take it more than `max_versions_in_flight` versions ahead of the

@@ -1,4 +1,4 @@
-"""Adapters: which layers they change, and the trained tensors of one of several policies on a base model.
+"""Which layers an adapter changes, and why others are left out; the trained tensors of one of several policies.
 
 By default an adapter changes all linear layers of the language model that engines serve adapters of. What is left out
 is named, with its reason and the share of the parameters that is reached, before anything is trained.

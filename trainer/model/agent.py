@@ -1,4 +1,4 @@
-"""The policy with its loss: one call is one optimizer step over some of a batch's experiences.
+"""The policy with its loss: one call is one optimizer step; rows become shorter where memory is short.
 
 The gradient comes with the logprobs of its forward pass, to compare them with the engine's before a weight changes.
 """

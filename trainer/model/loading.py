@@ -1,4 +1,4 @@
-"""Loading a causal LM with transformers, whole or as a skeleton without weights, and what a version of it holds.
+"""Loading a causal LM by transformers: which models are refused, and the names and tensors of a whole version.
 
 With several processes only the first one loads the base model. The others build it without memory for its weights
 (on the meta device) and receive their shards. Buffers, such as the frequencies of rotary embeddings, are always real:

@@ -1,4 +1,4 @@
-"""The memory that training needs, what is tried where a row does not fit, and what is kept of it across restarts.
+"""What is tried, in which order, where a row does not fit into memory, and what a restart keeps of it.
 
 In this order: activations are recomputed in the backward pass, several processes reduce the gradient after each row,
 rows become shorter. Only then is a chain left out. A single process catches a row that does not fit, and goes on.

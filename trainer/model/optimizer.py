@@ -1,4 +1,4 @@
-"""The optimizer, and where it keeps the state of the weights.
+"""The optimizer: float32 masters of bfloat16 weights, and whether its state lies on the device or the host.
 
 Weights in bfloat16, or an optimizer's state on the host, need AdamW over float32 copies of the weights: a small step
 changes no bit of a bfloat16 weight, so the steps are added up in a float32 master of each weight, which the weight is

@@ -1,4 +1,4 @@
-"""Replay of the engine's routing in a mixture of experts.
+"""Replay of routing: a mixture of experts is trained with the experts that the engine chose for each token.
 
 Small differences between two kernels change which experts a token is routed to, and with them its logprobs by far more
 than the differences themselves. So the trainer takes the experts that the engine chose, where a turn has them; the

@@ -1,4 +1,4 @@
-"""What a row of a model may hold: a forest of chains, or one chain that is computed as a plain causal sequence.
+"""Whether a row may hold several chains or must hold one, as the model declares or as is measured at the start.
 
 It is decided once, when the model is loaded, for every algorithm. Layers with a window, chunks or a state of their own
 read a row as one text, whatever mask they get, so a model that declares such layers shares nothing. Every other model

@@ -1,4 +1,4 @@
-"""Images in a packed row: the pixels that the engine saw, encoded once, in the places that turns store.
+"""Images in a packed row: opened as the engine opens them, encoded once, in the places that turns store.
 
 transformers puts images where their placeholder's id is found. A reply may contain a sampled placeholder, and some
 models accept an image too many, so here an image stands in its stored places and nothing is searched for. The decoder

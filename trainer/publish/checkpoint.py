@@ -1,4 +1,4 @@
-"""Policy versions on disk and in memory: each is written atomically, and none that is in use is removed.
+"""Policy versions on disk and in memory: written atomically, renamed after a crash, removed when nothing uses them.
 
 What engines read and what the trainer resumes from are siblings, `v000007/` with Hugging Face files and
 `turnwise.json` alone, `v000007.trainer/` with optimizer and counts. Both are written beside their place, synced and

@@ -1,4 +1,4 @@
-"""A version of kind `lora` as a whole model: its adapter added to the weights of the base model."""
+"""`turnwise policies merge`: an adapter added to its base model's weights; a tied head becomes a matrix of its own."""
 
 from __future__ import annotations
 

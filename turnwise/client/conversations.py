@@ -1,4 +1,4 @@
-"""A captured session as the conversations that its agent had: one for each leaf of its forest of turns.
+"""A captured session as its agent's conversations: one for each leaf of its forest of turns.
 
 It reads a session's JSON with its `turns`, each with its whole prompt, so it serves formats in and outside of Turnwise.
 """

@@ -1,4 +1,4 @@
-"""The control plane's calls as plain values: requests, rules for retries, and the errors of answers.
+"""Requests of the SDK as plain values, how long it waits before a retry, and the errors that answers become.
 
 This module does no IO. The synchronous and the asynchronous client differ only in how they send a `Call` and how they
 sleep, so the rules for paths, retries and errors are written once.

@@ -1,4 +1,4 @@
-"""`turnwise certify MODEL`: play, train, publish, reload and restart with one model, and compare every logprob.
+"""`turnwise certify MODEL`: plays, trains, reloads and restarts; whether a kind is refused, failed or not measured.
 
 The processes are those of a deployment, started by their own commands. Every sampled token is compared with a forward
 pass of transformers over the files of the version that sampled it. The result is stored beside the weights, and belongs

@@ -1,4 +1,4 @@
-"""`turnwise import`: conversations of other tools into the store."""
+"""`turnwise import`: conversations of other tools into the store, by which format and which tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnwise keys`: API keys."""
+"""`turnwise keys`: creates, lists and revokes API keys, and sets their token budgets."""
 
 from __future__ import annotations
 

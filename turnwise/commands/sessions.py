@@ -1,4 +1,4 @@
-"""Commands about stored sessions: `sessions`, `prune`, `archive` and `forget`."""
+"""Commands about stored sessions: `sessions` lists and searches them; `prune`, `archive` and `forget` remove some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnwise up`: engine, proxy and trainer together, on this machine."""
+"""`turnwise up`: engine, proxy and trainer together, with which model, adapter and directories."""
 
 from __future__ import annotations
 

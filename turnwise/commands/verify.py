@@ -1,4 +1,4 @@
-"""`turnwise verify` and `turnwise doctor`: what is stored, and the installation, checked."""
+"""`turnwise verify` and `turnwise doctor`: what each is run on, and how findings are printed."""
 
 from __future__ import annotations
 

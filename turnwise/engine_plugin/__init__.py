@@ -1,10 +1,10 @@
-"""Weights from the trainer's memory to vLLM's, without a directory between them.
+"""The plug-in that vLLM loads in each of its processes: what it registers and mends there.
 
-vLLM loads this package in each of its processes by the entry point `vllm.general_plugins`. It registers a backend for
-vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
-carries bytes over a process group of torch's, `layout` defines what the bytes mean. The trainer uses the last two to
-send. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches with adapters. `supports` lets
-replies say which ids could be sampled at each token. `images` lets the chat route take token ids together with images.
+The entry point is `vllm.general_plugins`. The package registers a backend for vLLM's weight transfer: `weight_engine`
+is the part inside vLLM, `receiver` receives and checks a version, `channel` carries its bytes over a process group of
+torch's, and the trainer sends with it. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches
+with adapters. `supports` lets replies say which ids could be sampled at each token. `images` lets the chat route take
+token ids together with images.
 """
 
 from __future__ import annotations

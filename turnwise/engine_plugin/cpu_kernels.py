@@ -1,4 +1,4 @@
-"""What vLLM's CPU kernels get wrong: loads of tied heads and experts, adapters, Mamba 2 and LFM2.
+"""Mends vLLM on a CPU: old weights after a load (tied heads, experts), adapters, Mamba 2 and LFM2.
 
 The kernels compute from a packed copy of a layer's weights, which is made when the layer loads them. Two kinds of
 layers miss that in a later load, so the engine would sample with other weights than it was given:

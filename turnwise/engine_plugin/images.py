@@ -1,4 +1,4 @@
-"""Images on the chat route: given token ids together with images, and replies that say where each image stands.
+"""Images on vLLM's chat route: given ids, each image's place, and a repeated call where a load emptied its caches.
 
 vLLM ignores given ids in a call with images, and renders its messages again. Here a request names `FIELD` among its
 template arguments: `ids` are the prompt, `ranges` are offset and length of each image's placeholder that `ids` have

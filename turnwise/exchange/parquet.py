@@ -1,4 +1,4 @@
-"""Parquet files: rows in groups of a fixed number, and experiences as columns, with or without a data set card.
+"""How Parquet files are written: rows in groups of a fixed number, experiences as columns, a data set card.
 
 Memory is bounded, and the same rows give the same bytes.
 """

@@ -1,4 +1,4 @@
-"""Formats of trainers elsewhere: OpenAI fine-tuning, TRL conversations and preference pairs, Axolotl tokens, verl.
+"""Exports for other trainers: OpenAI fine-tuning, TRL conversations and pairs, Axolotl tokens, verl's Parquet.
 
 Conversations are rendered again by the chat template of the other trainer, so for TRL and verl they have the form that
 templates read: text contents, arguments as objects, reasoning. A conversation with an image, or of which a call's

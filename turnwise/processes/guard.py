@@ -1,4 +1,4 @@
-"""A process between a parent and its child that terminates the child's whole process tree when either of them ends.
+"""Ends the whole process tree of a child, with what left its group, when the child or its parent ends, also by -9.
 
 The kernel signals the guard when its parent ends, also after `kill -9`. The guard then sends SIGTERM to the child's
 process group, after a deadline SIGKILL, and afterwards kills the descendants that left the group: as the subreaper it

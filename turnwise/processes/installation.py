@@ -1,4 +1,4 @@
-"""Check an installation: what is installed, what fits, and what to do about the rest.
+"""`turnwise doctor`: what is installed, what fits, whether tool calls are parsed, and what to do about the rest.
 
 Each check is one line with a verdict, and none stops the others. What exact capture needs of an engine is tried, not
 read from its flags.

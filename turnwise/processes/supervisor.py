@@ -1,4 +1,4 @@
-"""Supervise child processes: start them in order, restart those that die, stop all of them together.
+"""Child processes: start order, restarts, when a repeated error stops everything, and a stop of all together.
 
 One thread owns all children and loops over their states, so starting, dying, backing off and stopping cannot race. Each
 child runs under a guard that ends its whole process group, also when this process is killed. The output of each child

@@ -1,4 +1,4 @@
-"""What a grader reads and decided: a command gets a session as JSON and answers by exit status and standard output.
+"""How a grading command is asked and read: a session as JSON; exit status, one number, or lines with rewards.
 
 A grader answers in one of three ways: nothing but its exit status (0 is a reward of 1, 1 is a reward of 0), one number,
 or JSON Lines with a reward each. Every other answer is a failure and no reward: a broken grader must not teach the

@@ -1,4 +1,4 @@
-"""The reward source `judge`: a model scores sessions by a rubric, each alone or those of a group together.
+"""The reward source `judge`: a model scores sessions by a rubric, alone or a group at once in changing order.
 
 A relative verdict shows all conversations of a group in one prompt. Models favour places in a list, so each vote sees
 another order, and the votes are averaged: with as many pairs of votes as sessions, each has stood at each place twice.

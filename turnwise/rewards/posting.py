@@ -1,4 +1,4 @@
-"""`turnwise reward`: reads ended sessions over the API, lets a source decide, and posts the rewards, each once.
+"""`turnwise reward`: measures how far a source agrees with known outcomes, lets it decide, and posts each reward once.
 
 A session that has its reward has a line in a state file. Between the post and the line a kill can fall, so every post
 also has an idempotency key made of the source, the rewards' name and the session: the proxy takes it once.

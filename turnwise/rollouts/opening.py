@@ -1,4 +1,4 @@
-"""Builds a runner from its parts (client, player, results), and plays all passes of a tasks file."""
+"""How `turnwise run` begins: client, player and results become a runner, which plays all passes of a tasks file."""
 
 from __future__ import annotations
 

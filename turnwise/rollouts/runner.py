@@ -1,4 +1,4 @@
-"""Plays runs of tasks through the proxy: each has its own session, is graded and recorded once, and survives a kill.
+"""Plays runs of tasks, each in a session, and tells after a kill which is played anew, only graded, or finished.
 
 Three records give the state of a run, in this order: its line in `results.jsonl` (finished), its session at the
 proxy (ended: finished, the line is missing), and `played.json` in its directory (played, not yet rewarded). A session

@@ -1,4 +1,4 @@
-"""Tasks: one JSON object per line, with the fields for the agent and the grader."""
+"""Tasks of `turnwise run`: lines of a file, their splits, and how `{name}` in a command is filled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm worker processes for agents that are a library, so that the import, which takes seconds, happens once.
+"""Keeps warm worker processes for agents that are a library, and retires one whose run exceeds its time.
 
 A run that exceeds its time limit cannot be stopped inside its process. Its worker is retired: it gets no further runs
 and is ended as soon as its other runs have ended or have reached their own limits.

@@ -1,4 +1,4 @@
-"""The rows of sessions as they leave the tables and come back. Sessions and rewards get new row numbers."""
+"""The rows of sessions as they leave the tables and come back, with new numbers and under the marks of that day."""
 
 from __future__ import annotations
 

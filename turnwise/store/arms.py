@@ -1,4 +1,4 @@
-"""The arms of a canary and of the hold-out: which sessions sample with another version than the served one, and how.
+"""Which sessions a canary and the hold-out take when they are created, and what sessions of two versions earned.
 
 The transaction that creates a session assigns it to an arm or to none, and stores that with the session. So all
 processes agree on it, from the session's first call to its last. A canary takes a share of its policy's sessions. The

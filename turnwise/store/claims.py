@@ -1,4 +1,4 @@
-"""Claim, lease and acknowledgement of groups by a trainer.
+"""Which groups a trainer gets, how long it holds them, and the acknowledgement that counts each once.
 
 A claim holds a fencing token per group, which increases by one with every new holder. The transaction that records an
 update checks every token, so a trainer with an expired lease cannot record an update, and a group is trained exactly

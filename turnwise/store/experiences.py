@@ -1,4 +1,4 @@
-"""Experiences, computed from the ledger on every read: the trainer's batch and the proxy's dry run are the same.
+"""Which sessions and turns are trained or evaluated: experiences, computed from the ledger on every read.
 
 Only finished sessions count (over, with a reward): a session without a reward is different from one with reward 0.
 Sessions are read in batches, so a long history streams in bounded memory.

@@ -1,4 +1,4 @@
-"""Groups: sessions whose rewards are compared with each other, and the unit that a trainer claims.
+"""Groups of sessions that are compared: when one is complete, or goes on without its missing runs, or is dropped.
 
 A group's state changes in the transaction of the session that causes the change, so a group is ready at the commit
 that completes it. Turns do not change groups, because turns are the hot path.

@@ -1,4 +1,4 @@
-"""Counts of what is stored, and the states of the newest sessions, versions and updates, for pages and events.
+"""Counts and sums of costs, and the states of the newest sessions, versions and updates, for pages and events.
 
 Two readings of the states show what has changed between them. A reading costs the same however long the history is.
 Changes of sessions that are older than the newest `NUM_SESSIONS` are not seen.

@@ -1,4 +1,4 @@
-"""What proxies and trainers tell each other: leases, trainers' reports and addresses, and the engines' seconds.
+"""Leases of proxies (also when a clock jumps), reports, addresses and kept state of trainers, seconds of engines.
 
 A lease is a named lock with a time limit and a fencing token; its holder may run a reload. A trainer reports in words,
 and a thread of its process renews `seen_at`. One that stops or fails says so; one that was killed says nothing, and

@@ -1,4 +1,4 @@
-"""Deletion of old sessions, of one session, of an end user's sessions, and of all data of a tenant.
+"""Deletion of one session, an end user's, a tenant's or old ones, and which forks and copies go with it.
 
 A deletion moves sessions out of their tenant, in short transactions, so that no query finds them any more: their rows
 keep only a number. `sweep` then deletes their turns and rewards, some in each transaction, so that agents do not wait

@@ -1,4 +1,4 @@
-"""The logs of a process: log lines as text or JSON, and the access log.
+"""The logs of a process, text or JSON, the access log, and how many lines are lost while nobody reads.
 
 No caller of a log waits for its reader: a thread writes to pipes, terminals and sockets.
 """

@@ -1,4 +1,4 @@
-"""What an engine must be able to do for exact capture, how that is tested, and how it gives logprobs of known tokens.
+"""What exact capture needs of an engine, and the test calls that find it out, sampling defaults too.
 
 The proxy's probe and `turnwise doctor` send the same calls and judge the answers by the same rules. A check is a
 generator that yields the bodies of chat calls and receives the decoded answers; the callers send them. Nothing is

@@ -1,4 +1,4 @@
-"""Episodes as rows of tokens for verl, without tensors; each row is a step or a trajectory.
+"""Episodes as rows of tokens for verl, in the order of its batch; each row is a step or a trajectory.
 
 Rows contain only captured tokens. rLLM tokenises the last conversation again; here a row joins the steps whose prompts
 extend one another, and tokens that no step sampled are masked.

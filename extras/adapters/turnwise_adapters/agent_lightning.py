@@ -1,4 +1,4 @@
-"""agent-lightning's rewards in the proxy: what `emit_reward` emits becomes the reward of a session or of one turn.
+"""On which session or turn a reward falls that agent-lightning's `emit_reward` emits.
 
     tracer.init_worker(0)
     opentelemetry.trace.get_tracer_provider().add_span_processor(RewardProcessor("http://127.0.0.1:8100"))

@@ -1,4 +1,4 @@
-"""AReaL's sessions (`/rl/*`) in front of a proxy, for its `OpenAIProxyClient`.
+"""AReaL's sessions (`/rl/*`) in front of a proxy: which session a key is, and which turn a reward gets.
 
     python -m turnwise_adapters.areal_sessions --proxy http://127.0.0.1:8100 --port 8020
 

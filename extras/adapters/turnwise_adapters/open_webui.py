@@ -1,4 +1,4 @@
-"""Thumbs, comments and edited replies of Open WebUI as feedback.
+"""Thumbs, comments and edits of Open WebUI as feedback: on which turn each falls, though it names none.
 
 Open WebUI keeps what people say in its own database and calls nobody, so this command reads its API as an administrator
 and posts what is new. A chat is a session: Open WebUI names it in each call if it runs with these variables.

@@ -1,4 +1,4 @@
-"""Trinity-RFT's explorer in serve mode in front of a proxy, for its `TrinityClient`.
+"""Trinity-RFT's explorer in serve mode, for its `TrinityClient`: `feedback` rewards turns, `commit` ends sessions.
 
     python -m turnwise_adapters.trinity_explorer --proxy http://127.0.0.1:8100 --port 8010
 

@@ -1,4 +1,4 @@
-"""The routes except sampling: vLLM's for models, tokenizer, pausing, weights and adapters, and `/fake/…` for tests.
+"""The fake engine's routes except sampling: models, tokenizer, pausing, weights, adapters, and `/fake/…` for tests.
 
 Control routes change state that a test can read. A bad path is rejected as in vLLM.
 """

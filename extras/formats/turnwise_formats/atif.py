@@ -1,4 +1,4 @@
-"""The Agent Trajectory Interchange Format, version 1.4: one trajectory per conversation.
+"""Export of sessions as Agent Trajectory Interchange Format 1.4, a trajectory for each conversation.
 
 A prompt's messages become user and system steps; each sampled reply becomes an agent step with its token ids and
 logprobs, and what its tools returned becomes that step's observation.

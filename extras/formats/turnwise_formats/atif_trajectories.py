@@ -1,4 +1,4 @@
-"""ATIF trajectories: agent steps become replies, observations become tool results.
+"""Import of ATIF trajectories: agent steps become replies, observations become tool results.
 
 Token ids of a trajectory are kept. Where some agent steps have token ids, only those are trained; a trajectory without
 any is tokenised. Trajectories with the same session id are one session.

@@ -1,4 +1,4 @@
-"""Langfuse's exports: generations, and traces with their observations and scores.
+"""Import of Langfuse's exports: generations, and traces with their observations and scores.
 
 Generations of one session, or else of one trace, are one session. Field names are accepted in both of Langfuse's
 spellings, `traceId` and `trace_id`. A numeric score is a reward with the score's name.

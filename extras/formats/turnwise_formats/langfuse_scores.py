@@ -1,4 +1,4 @@
-"""Scores of Langfuse as feedback.
+"""Scores that people gave in Langfuse as feedback on the turns that were sent there.
 
 `turnwise send-traces` sends sessions to Langfuse as traces, whose ids follow from session and turn. What annotators say
 there stays there, so this command reads the scores over Langfuse's API and posts those of such traces.

@@ -1,4 +1,4 @@
-"""LiteLLM's logs as JSON Lines: its standard logging payload, and rows of its spend logs.
+"""Import of LiteLLM's logs: its standard logging payload, and rows of its spend logs.
 
 Calls with the same session or trace are one session. A call's reply is trained; what its prompt repeats of earlier
 replies joins their turns.

@@ -1,4 +1,4 @@
-"""Sessions as OpenTelemetry traces, one OTLP/JSON request per session, with rewards as scores.
+"""Export of sessions as OpenTelemetry traces, one OTLP/JSON request per session, with rewards as scores.
 
 The root span is the session, each turn is a span below it, named by the semantic conventions for generative AI.
 Langfuse reads its own attributes (`langfuse.*`); a reward is an evaluation event of its span, and for Langfuse a score.

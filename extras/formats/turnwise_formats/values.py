@@ -1,4 +1,4 @@
-"""Values of logs: JSON text that stands for a value, and times."""
+"""Values of imported logs: JSON text, times, and texts that were cut when they were logged, which are refused."""
 
 from __future__ import annotations
 

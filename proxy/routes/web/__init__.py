@@ -1,4 +1,4 @@
-"""`GET /`: a page for people, over the JSON routes that every client has.
+"""`GET /`: the page for people: its files, and which scripts and addresses a browser allows it.
 
 The page holds no data. Its files are the same for everyone; its script reads the API with the key that the viewer
 enters, so it shows what that key may read. Its policy allows scripts, styles and requests of this origin only.

@@ -1,4 +1,4 @@
-"""The import of a file: its sessions are stored whole or not at all, and each only once.
+"""The import of a file: the ids of its sessions, also of equal lines; each is stored whole or not at all, and once.
 
 A session's id follows from the line's content, or from the session that a log names, so a second import of the same
 file finds everything there. Lines of one session are stored in one transaction; if one of them is bad, none is stored.
