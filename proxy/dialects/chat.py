@@ -152,15 +152,11 @@ class TextCompletions(Dialect):
         return choice
 
 
-def with_readable_arguments(messages: Sequence[Json]) -> list[Json]:
-    """Return messages in which the arguments of every tool call are an object; others become an empty object.
+def with_readable_arguments(message: Json) -> Json:
+    """Return a message in which the arguments of every tool call are an object; others become an empty object.
 
     A sampled call with broken JSON would otherwise end its conversation: engines refuse every later request with it.
     """
-    return [_readable(message) if "tool_calls" in message else message for message in messages]
-
-
-def _readable(message: Json) -> Json:
     calls = message["tool_calls"]
     if not isinstance(calls, list) or all(map(is_readable, calls)):
         return message

@@ -151,7 +151,8 @@ class Conversations(cachetools.FIFOCache[Owner, tuple[ConversationDigests, ...]]
             owner = principal.tenant, "key", principal.key_id, message_digest(asked)
         pieces, since = [], time.perf_counter()
         for start in range(0, len(call.messages), SLICE_MESSAGES):
-            pieces.append(dumps(with_readable_arguments(call.messages[start : start + SLICE_MESSAGES])))
+            some = call.messages[start : start + SLICE_MESSAGES]
+            pieces.append(dumps([with_readable_arguments(each) if "tool_calls" in each else each for each in some]))
             if time.perf_counter() - since > HELD_SECONDS:
                 since = await _let_others_run()
         text = pieces[0] if len(pieces) == 1 else b"[%b]" % b",".join(piece[1:-1] for piece in pieces)

@@ -9,6 +9,7 @@ text of the next turn's new ids, and it is decoded only where a number is needed
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -209,6 +210,31 @@ class TurnForest:
             ),
             None,
         )
+
+    def break_reason(self, conversation: ConversationDigests, parent: KnownTurn | None = None) -> str | None:
+        """Return why a conversation extends no turn, or the earlier one `parent`; None if it breaks nothing."""
+        num_replied = conversation.num_replied
+        first = 0 if parent is None else parent.num_messages
+        if not self.by_id or num_replied <= first:
+            left_out = [
+                turn for turn in self.left_out(parent, conversation) if turn.prompt_digest != conversation.messages[-1]
+            ]
+            return None if all(turn.is_aborted for turn in left_out) else "edited_history"
+        messages_digests = {turn.messages_digest for turn in self.by_id.values()}
+        if not messages_digests.isdisjoint(conversation.messages[first:num_replied]):
+            return "tools_changed"
+        if any(
+            conversation.dialogue[index] in self.by_dialogue
+            for index in conversation.replies
+            if first <= index < num_replied
+        ):
+            return "system_changed"
+        return "edited_history"
+
+    def places(self, turn: KnownTurn) -> tuple[tuple[int, int], ...]:
+        """Return offset and length of the images in a turn's tokens."""
+        path = [each.places for each in self.ancestors(turn)]
+        return tuple(itertools.chain.from_iterable(reversed(path)))
 
     def call_ids(self, turn: KnownTurn) -> frozenset[str]:
         return frozenset().union(*(each.call_ids for each in self.ancestors(turn)))

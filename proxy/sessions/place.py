@@ -217,11 +217,11 @@ class Sessions:
         if not conversation.num_replied:
             if self._is_shared and place.forest.by_id:
                 await self.cache.refresh(live)  # the role of a new chain depends on the session's others
-            place.reason = break_reason(conversation, place.forest)
+            place.reason = place.forest.break_reason(conversation)
         elif not self._settings.continuation:
             place.reason = "continuation_off"
         elif (parent := place.reserved or await self._reserve_deepest(place, call)) is None:
-            place.reason = break_reason(conversation, place.forest)
+            place.reason = place.forest.break_reason(conversation)
         else:
             tokens = parent.tokens or await self.cache.read_tokens(live, parent)
             if tokens is None:
@@ -382,13 +382,8 @@ async def extend(
     if len(between):
         place.prompt = encoded(ids_as_text(between), tokens.num_ids + len(between), tokens)
     if call.images:
-        place.places = places_of(forest, parent)
-    place.parent, place.reason = parent, break_reason(conversation, forest, parent)
-
-
-def places_of(forest: TurnForest, turn: KnownTurn) -> tuple[tuple[int, int], ...]:
-    path = [each.places for each in forest.ancestors(turn)]
-    return tuple(itertools.chain.from_iterable(reversed(path)))
+        place.places = forest.places(parent)
+    place.parent, place.reason = parent, forest.break_reason(conversation, parent)
 
 
 def _reason_not_to_extend(
@@ -399,7 +394,7 @@ def _reason_not_to_extend(
         return "template_unknown"
     if call.has_other_media:
         return "media"
-    if call.images and len(places_of(forest, parent)) != len(image_digests(call.messages[: parent.num_messages])):
+    if call.images and len(forest.places(parent)) != len(image_digests(call.messages[: parent.num_messages])):
         return "image_places_unknown"
     body = call.body
     # With these fields the prompt ends inside the last message, which the client wrote.
@@ -416,30 +411,3 @@ def _goes_on_from_another_policy(place: CallPlace) -> bool:
     digests = {conversation.dialogue[index] for index in conversation.replies if index >= first}
     forests = (place.live.forest, *place.live.others.values())
     return any(not digests.isdisjoint(each.by_dialogue) for each in forests if each is not place.forest)
-
-
-def break_reason(conversation: ConversationDigests, forest: TurnForest, parent: KnownTurn | None = None) -> str | None:
-    """Return why a conversation extends no turn, or an earlier turn than its last reply's; None if it breaks nothing.
-
-    Args:
-        conversation: what the call sends.
-        forest: the turns of its session.
-        parent: the turn that it extends; None without one.
-    """
-    num_replied = conversation.num_replied
-    first = 0 if parent is None else parent.num_messages
-    if not forest.by_id or num_replied <= first:
-        left_out = [
-            turn for turn in forest.left_out(parent, conversation) if turn.prompt_digest != conversation.messages[-1]
-        ]
-        return None if all(turn.is_aborted for turn in left_out) else "edited_history"
-    messages_digests = {turn.messages_digest for turn in forest.by_id.values()}
-    if not messages_digests.isdisjoint(conversation.messages[first:num_replied]):
-        return "tools_changed"
-    if any(
-        conversation.dialogue[index] in forest.by_dialogue
-        for index in conversation.replies
-        if first <= index < num_replied
-    ):
-        return "system_changed"
-    return "edited_history"

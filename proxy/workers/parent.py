@@ -190,7 +190,7 @@ class _Workers:
         self._running.add(worker)
         loop = asyncio.get_running_loop()
         worker.transport, _ = await loop.create_unix_connection(
-            lambda: Link(functools.partial(self._take, worker), lambda: None), sock=ours
+            lambda: Link(functools.partial(self._take, worker)), sock=ours
         )
         worker.transport.writelines(frame(self._setup._replace(number=number)))
         return worker

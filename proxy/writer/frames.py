@@ -24,20 +24,22 @@ def receive(link: socket.socket) -> Any:
     return pickle.loads(link.recv(length, socket.MSG_WAITALL))  # noqa: S301  our own
 
 
-class Frames:
-    """Decodes a byte stream of frames."""
+class Link(asyncio.Protocol):
+    """Decodes the frames that another process sends: of an event loop's socket, or of a reader that waits itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: Callable[[Any], None], end: Callable[[], None] = lambda: None) -> None:
+        """`take` gets each object, and `end` is called once the event loop has lost the connection."""
+        self._take = take
+        self._end = end
         self._parts: list[bytes] = []
         self._num_missing = 0
         """Bytes until the next frame may be whole: parts of a long one are joined only once."""
 
-    def feed(self, data: bytes) -> list[Any]:
-        """Add data; return the objects that are complete."""
+    def data_received(self, data: bytes) -> None:
         self._parts.append(data)
         self._num_missing -= len(data)
         if self._num_missing > 0:
-            return []
+            return
         received = b"".join(self._parts)
         found: list[Any] = []
         begin, end = 0, _LENGTH.size
@@ -49,20 +51,8 @@ class Frames:
                 begin, end = end, end + _LENGTH.size
         self._parts = [received[begin:]] if begin < len(received) else []  # an empty part would make the next a copy
         self._num_missing = end - len(received)
-        return found
-
-
-class Link(asyncio.Protocol):
-    """An event loop's end of the socket to another process."""
-
-    def __init__(self, take: Callable[[Any], None], end: Callable[[], None]) -> None:
-        self._take = take
-        self._end = end
-        self._frames = Frames()
-
-    def data_received(self, data: bytes) -> None:
-        for received in self._frames.feed(data):
-            self._take(received)
+        for each in found:
+            self._take(each)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         self._end()

@@ -31,7 +31,7 @@ import numpy as np
 
 from proxy.dialects.logprobs import read_logprobs, read_supports
 from proxy.fault import FaultPoints
-from proxy.writer.frames import Frames, frame
+from proxy.writer.frames import Link, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.settings import load_object
@@ -310,14 +310,17 @@ def _stored(connection: Connection, row: turns.TurnRow, *, is_new: bool) -> tupl
     return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id, None
 
 
-def _arriving(link: socket.socket, frames: Frames) -> Iterator[list[Any]]:
+def _arriving(link: socket.socket) -> Iterator[list[Any]]:
     """Yield all jobs that have arrived, together, until the proxy closes the link."""
+    found: list[Any] = []
+    frames = Link(found.append)
     while data := link.recv(READ_BYTES):
-        found = frames.feed(data)
+        frames.data_received(data)
         while found and (data := _receive_available(link)):
-            found += frames.feed(data)
+            frames.data_received(data)
         if found:
-            yield found
+            yield found.copy()
+            found.clear()
 
 
 def _receive_available(link: socket.socket) -> bytes:
@@ -329,7 +332,7 @@ def _receive_available(link: socket.socket) -> bytes:
 
 def serve(link: socket.socket) -> None:
     """Write the jobs of the proxy at the other end until it closes the link."""
-    arriving = _arriving(link, Frames())
+    arriving = _arriving(link)
     first = next(arriving, None)
     if first is None:
         return

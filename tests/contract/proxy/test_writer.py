@@ -23,7 +23,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer import client
 from proxy.writer.client import Writer, row_of
-from proxy.writer.frames import Frames, frame
+from proxy.writer.frames import Link, frame
 from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import sessions, turns
@@ -270,8 +270,8 @@ def is_locked(connection: sqlite3.Connection) -> bool:
 
 
 def receive(link: socket.socket) -> BatchReport:
-    frames, found = Frames(), []
-    while not found:
-        reports = [BatchReport(*fields) for fields in frames.feed(link.recv(1 << 16))]
-        found = [report for report in reports if report.results]
-    return found[0]
+    found: list[BatchReport] = []
+    frames = Link(lambda fields: found.append(BatchReport(*fields)))
+    while not any(report.results for report in found):
+        frames.data_received(link.recv(1 << 16))
+    return next(report for report in found if report.results)

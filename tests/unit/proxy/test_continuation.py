@@ -11,7 +11,7 @@ from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import tool_call_ids
 from proxy.sessions.forest import KnownTurn, TurnForest, encode_ids
 from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import CallPlace, break_reason, extend
+from proxy.sessions.place import CallPlace, extend
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe, restored
 from turnwise.types import Json, Session
 
@@ -92,7 +92,7 @@ def test_a_history_that_extends_no_turn_has_a_reason(messages, fields, reason):
     stored(forest, "t1", [SYSTEM, USER], "A")
     conversation = conversation_of(call(messages, **fields))
     assert forest.deepest(conversation, messages) is None
-    assert break_reason(conversation, forest) == reason
+    assert forest.break_reason(conversation) == reason
 
 
 S2 = {"role": "system", "content": "Now hurry."}
@@ -127,14 +127,14 @@ def test_a_prompt_that_leaves_out_its_first_reply_has_a_reason():
     """No sampled token was tokenised again: it is the root of a chain, with a reason."""
     forest = TurnForest()
     stored(forest, "t1", [USER], "A")
-    assert break_reason(conversation_of(call([USER, NEXT])), forest) == "edited_history"
-    assert break_reason(conversation_of(call([USER])), forest) is None
-    assert break_reason(conversation_of(call([NEXT, USER])), forest) is None
+    assert forest.break_reason(conversation_of(call([USER, NEXT]))) == "edited_history"
+    assert forest.break_reason(conversation_of(call([USER]))) is None
+    assert forest.break_reason(conversation_of(call([NEXT, USER]))) is None
 
 
 def test_a_first_call_with_a_foreign_history_has_no_break_reason():
     """A session may start with a longer conversation: nothing of it was sampled here."""
-    assert break_reason(conversation_of(call([USER, said("A"), NEXT])), TurnForest()) is None
+    assert TurnForest().break_reason(conversation_of(call([USER, said("A"), NEXT]))) is None
 
 
 class Canned:

@@ -25,7 +25,7 @@ from proxy.engines.engine import Engine, Lane
 from proxy.routes.calls import ReplySender
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace
-from proxy.writer.frames import Frames, frame
+from proxy.writer.frames import Link, frame
 from turnwise.types import Json, Session
 
 TRAPS = [
@@ -202,9 +202,10 @@ OBJECTS = [(1, 2.5, ["text", b"bytes"]), {"key": None}, "x" * 3000]
 def test_objects_are_decoded_wherever_the_stream_is_cut():
     stream = b"".join(piece for each in OBJECTS for piece in frame(each))
     for size in (1, 7, 8, 9, 100, len(stream) - 1, len(stream)):
-        frames, found = Frames(), []
+        found: list[Any] = []
+        link = Link(found.append)
         for start in range(0, len(stream), size):
-            found += frames.feed(stream[start : start + size])
+            link.data_received(stream[start : start + size])
         assert found == OBJECTS, f"cut into pieces of {size} bytes"
 
 

@@ -19,17 +19,17 @@ from proxy.workers.peers import (
     WorkerReady,
     WorkerSetup,
 )
-from proxy.writer.frames import Frames, frame
+from proxy.writer.frames import Link, frame
 
 LOADED = Awaited(WeightsLoaded("http://engine", "7"), "receipt")
 
 
-class Link(asyncio.Transport):
+class Sent(asyncio.Transport):
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
     def writelines(self, pieces: Any) -> None:
-        self.messages += Frames().feed(b"".join(pieces))
+        Link(self.messages.append).data_received(b"".join(pieces))
 
     def is_closing(self) -> bool:
         return False
@@ -45,7 +45,7 @@ class Ended:
 def workers(tmp_path: Path) -> _Workers:
     parent = _Workers(WorkerSetup(ProxySettings(), tmp_path), 3)
     for is_ready in (True, True, True, False):
-        worker = _Worker(Ended(), Link())
+        worker = _Worker(Ended(), Sent())
         parent._running.add(worker)
         if is_ready:
             parent._take(worker, WorkerReady())
