@@ -36,7 +36,7 @@ from turnwise.processes.engine_command import EngineSettings, build_command, has
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import processes, versions
+from turnwise.store import notices, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -64,7 +64,7 @@ def measure_publish(directory: Path, *, is_small: bool, engine: str) -> dict[str
         weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
         server = WeightServer(TrainerSettings())
         with database.write() as connection:
-            processes.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
+            notices.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
         watched, updates = Watched(), list[tuple[float, float]]()
         with streams(proxy_url, num_streams, watched):
             for version in range(1, num_updates + 1):

@@ -25,7 +25,7 @@ from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Bodies, Limits, Places
 from proxy.metrics import Metrics
-from proxy.overview import Events, RecentCounts
+from proxy.readings import Events, RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.checkpoint import VersionFiles
 from proxy.reload.driver import Reloader

@@ -25,7 +25,7 @@ from trainer.settings import TrainerSettings
 from trainer.train import Recorder, Shared, Training, make_parts
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
-from turnwise.store import policies, processes
+from turnwise.store import notices, policies
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
@@ -189,7 +189,7 @@ class Policies:
         if is_deleted:
             shutil.rmtree(self._settings.policies_dir / str(number), ignore_errors=True)
             with self._shared.db.write() as conn:
-                processes.delete_report(conn, f"{self._settings.trainer_id}/{number}")
+                notices.delete_report(conn, f"{self._settings.trainer_id}/{number}")
 
     @contextlib.contextmanager
     def _set_aside_on_error(self, number: int, training: Training) -> Iterator[None]:

@@ -43,6 +43,8 @@ HINTS = "hints"
 `token_ids`, are its prompt with the correction."""
 IMPORTED = "imported"
 """Reason of an untrainable turn whose reply was imported: it has tokens, but no policy sampled them."""
+NO_POLICY = -1
+"""Version of a turn that no policy sampled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.metrics import Metrics
 from turnwise.errors import EngineError, EngineRefused
-from turnwise.store import processes
+from turnwise.store import notices
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.version_directory import Probe, probe_from
@@ -129,7 +129,7 @@ class Transfers:
         All are asked at the same time, and those announced before it are not waited for: the address of a machine that
         is gone may not answer at all, and remains in the ledger until a trainer of its name starts again.
         """
-        urls = await self._database.fetch(processes.weight_urls)
+        urls = await self._database.fetch(notices.weight_urls)
         asked = [asyncio.create_task(ask_trainer(url, "GET", path, {}, seconds)) for url in urls]
         try:
             for url, asking in zip(urls, asked, strict=True):

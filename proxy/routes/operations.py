@@ -36,7 +36,7 @@ from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
 from turnwise.json_text import dumps
 from turnwise.processes import installation
-from turnwise.store import overview, processes, updates
+from turnwise.store import notices, overview, updates
 from turnwise.store.database import Connection
 
 router = APIRouter(tags=["operations"])
@@ -67,7 +67,7 @@ class TrainerSummary:
     """Whether a trainer trains."""
 
     trainer_id: str
-    state: processes.TrainerState
+    state: notices.TrainerState
     text: str | None
     """Its last report; null for callers without a key."""
 
@@ -157,12 +157,12 @@ async def _known_tenant(request: Request, services: Services) -> str | None:
 
 async def _read_store(
     services: Services, tenant: str | None
-) -> tuple[str | None, list[processes.TrainerStatus], set[str]]:
+) -> tuple[str | None, list[notices.TrainerStatus], set[str]]:
     """Return why the store cannot be read or written, what trainers report, and whose report the tenant may read."""
 
-    def read(connection: Connection) -> tuple[list[processes.TrainerStatus], set[str]]:
-        shown = [] if tenant is None else processes.trainer_statuses(connection, tenant)
-        return processes.trainer_statuses(connection), {each.trainer_id for each in shown}
+    def read(connection: Connection) -> tuple[list[notices.TrainerStatus], set[str]]:
+        shown = [] if tenant is None else notices.trainer_statuses(connection, tenant)
+        return notices.trainer_statuses(connection), {each.trainer_id for each in shown}
 
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -282,8 +282,8 @@ def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
 def _read_gauges(connection: Connection, metrics: Metrics) -> None:
     unfinished = overview.unfinished_groups(connection)
     update = updates.last_update(connection)
-    trainers = collections.Counter(each.state for each in processes.trainer_statuses(connection))
-    for state in processes.TrainerState:
+    trainers = collections.Counter(each.state for each in notices.trainer_statuses(connection))
+    for state in notices.TrainerState:
         metrics.trainers.labels(state.value).set(trainers[state])
     for status, count in unfinished.items():
         metrics.groups.labels(status).set(count)

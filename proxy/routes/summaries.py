@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from turnwise import sampling
-from turnwise.store import groups, processes, search, turns, updates
+from turnwise.store import groups, notices, search, turns, updates
 from turnwise.store.database import Connection
 from turnwise.types import GroupStatus, Json, Session, Split, UpdateRecord
 
@@ -153,7 +153,7 @@ def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> lis
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
     in_update = updates.groups_of(conn, tenant, list(judged))
-    idle = processes.idle_shares(conn, _periods(newest))
+    idle = notices.idle_shares(conn, _periods(newest))
     return [
         UpdateSummary(
             update_id=update.update_id,
@@ -178,8 +178,8 @@ def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> lis
     ]
 
 
-def _periods(newest: Sequence[UpdateRecord]) -> dict[int, processes.Period]:
-    periods: dict[int, processes.Period] = {}
+def _periods(newest: Sequence[UpdateRecord]) -> dict[int, notices.Period]:
+    periods: dict[int, notices.Period] = {}
     last: dict[str, datetime.datetime] = {}
     for update in reversed(newest):
         if update.trainer_id in last:

@@ -15,7 +15,7 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.routes.turns import Characters, characters
 from turnwise.store import keys
-from turnwise.store.processes import TrainerState, TrainerStatus, report_status
+from turnwise.store.notices import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now
 
 PUBLIC = {"readyz"}

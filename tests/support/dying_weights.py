@@ -17,7 +17,7 @@ from trainer.publish import weight_server
 from trainer.publish.weight_server import WeightServer
 from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.channel import Channel
-from turnwise.store import processes
+from turnwise.store import notices
 from turnwise.store.database import Database
 
 STAGES = {
@@ -55,6 +55,6 @@ if __name__ == "__main__":
     for version in (1, 2):
         server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
     with database.write() as connection:
-        processes.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
+        notices.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
     print("ready", flush=True)
     signal.pause()

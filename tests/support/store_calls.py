@@ -28,9 +28,9 @@ from turnwise.store import (
     groups,
     keys,
     media,
+    notices,
     overview,
     policies,
-    processes,
     retention,
     rewards,
     rows,
@@ -44,7 +44,7 @@ from turnwise.store import (
     versions,
 )
 from turnwise.store.experiences import with_advantages
-from turnwise.store.processes import Activity, TrainerStatus
+from turnwise.store.notices import Activity, TrainerStatus
 from turnwise.store.search import Contents
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
@@ -180,11 +180,11 @@ def _named_policies(conn: sa.Connection) -> None:
 
 
 def _lease(conn: sa.Connection) -> None:
-    token = processes.acquire_lease(conn, "reload", "one", 60)
-    assert processes.acquire_lease(conn, "reload", "two", 60) is None
+    token = notices.acquire_lease(conn, "reload", "one", 60)
+    assert notices.acquire_lease(conn, "reload", "two", 60) is None
     assert token is not None
-    processes.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
-    processes.renew_lease(conn, "reload", token, 0)
+    notices.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
+    notices.renew_lease(conn, "reload", token, 0)
 
 
 def _pins(conn: sa.Connection) -> None:
@@ -449,22 +449,22 @@ OF_ALL: dict[str, Ask] = {
         experiences.held_out_sessions(c, 1, 4),
     ),
     "a lease": _lease,
-    "engine activity": lambda c: [processes.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
-    "idle shares of engines": lambda c: processes.idle_shares(c, {1: (NOW - WEEK, NOW)}),
+    "engine activity": lambda c: [notices.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
+    "idle shares of engines": lambda c: notices.idle_shares(c, {1: (NOW - WEEK, NOW)}),
     "trainers": lambda c: (
-        processes.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
-        processes.note_sign_of_life(c, "trainer"),
-        processes.trainer_statuses(c, "t"),
-        processes.delete_report(c, "trainer"),
+        notices.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
+        notices.note_sign_of_life(c, "trainer"),
+        notices.trainer_statuses(c, "t"),
+        notices.delete_report(c, "trainer"),
     ),
     "what a trainer keeps": lambda c: (
-        processes.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
-        processes.kept_state(c, 0),
-        processes.forget_in_states(c, [("t", "s")], [("t", "g")]),
+        notices.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
+        notices.kept_state(c, 0),
+        notices.forget_in_states(c, [("t", "s")], [("t", "g")]),
     ),
     "weights in memory": lambda c: (
-        processes.announce_weights(c, "trainer", "http://trainer", NOW),
-        processes.weight_urls(c),
+        notices.announce_weights(c, "trainer", "http://trainer", NOW),
+        notices.weight_urls(c),
     ),
     "all keys": lambda c: (keys.any_keys(c), keys.tenants_with_keys(c), keys.list_keys(c), keys.server_secret(c)),
     "idle sessions": lambda c: sessions.expire_idle_sessions(c, NOW + WEEK),

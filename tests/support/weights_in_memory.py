@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from trainer.publish.weight_server import WeightServer
 from trainer.settings import TrainerSettings
-from turnwise.store import processes
+from turnwise.store import notices
 from turnwise.store.database import Database
 
 
@@ -29,7 +29,7 @@ def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
     try:
         for url in (server.url, None):
             with database.write() as connection:
-                processes.announce_weights(connection, "trainer", url, datetime.now(UTC))
+                notices.announce_weights(connection, "trainer", url, datetime.now(UTC))
             if url is not None:
                 yield WeightsInMemory(server)
     finally:

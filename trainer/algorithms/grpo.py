@@ -1,6 +1,6 @@
 """Policy gradients: what all share (ratio, clip, KL), and GRPO, RLOO, Dr. GRPO, REINFORCE++ and GDPO.
 
-`PolicyGradient` chooses the groups that are trained, compares single sessions, and adds corrections, entropy and KL. A
+`PolicyGradient` chooses the groups that are trained, compares single sessions, and adds weights, entropy and KL. A
 subclass gives `policy_loss`, and `advantages` where a group is not compared by GRPO's rule.
 """
 
@@ -33,11 +33,11 @@ from trainer.batch.advantages import (
 )
 from trainer.batch.batch import Aggregation
 from trainer.batch.ratios import (
-    CorrectionRule,
+    ImportanceRule,
     TrainedTokens,
     anchor,
-    correction,
     importance_gate,
+    importance_weight,
     ratio_of,
     to_go,
 )
@@ -53,7 +53,7 @@ DUAL_CLIP = 3.0
 class PolicyGradient(Weighed):
     """A loss of advantages and importance ratios."""
 
-    class Settings(Weighed.Settings, CorrectionRule):
+    class Settings(Weighed.Settings, ImportanceRule):
         entropy_coef: float = 0.0
         """Weight of the entropy bonus."""
         kl_coef: float = Field(default=0.0, ge=0)
@@ -125,24 +125,24 @@ class PolicyGradient(Weighed):
 
     @abc.abstractmethod
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
-        """Return the loss of each token without corrections and penalties. [M]."""
+        """Return the loss of each token without importance weights and penalties. [M]."""
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
         settings = self.settings
         if settings.kl_coef and settings.kl_in == "reward":
             tokens.advantages = kl_in_advantages(tokens, settings.kl_coef)
-        loss_M = self.policy_loss(tokens) * importance_gate(tokens, settings) * self._correction(tokens)
+        loss_M = self.policy_loss(tokens) * importance_gate(tokens, settings) * self._importance_weight(tokens)
         if settings.entropy_coef:
             loss_M = loss_M - settings.entropy_coef * tokens.entropy
         if settings.kl_coef and settings.kl_in == "loss":
             loss_M = loss_M + settings.kl_coef * kl(tokens.logprobs, needed(tokens.reference))
         return loss_M
 
-    def _correction(self, tokens: TrainedTokens) -> Tensor | float:
+    def _importance_weight(self, tokens: TrainedTokens) -> Tensor | float:
         """Return the weight that corrects for the policy that sampled; 1 where the loss carries that ratio itself."""
         if tokens.proximal is None and self.has_ratio:
             return 1.0
-        return correction(tokens, self.settings)
+        return importance_weight(tokens, self.settings)
 
 
 class GRPO(PolicyGradient):

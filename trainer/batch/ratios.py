@@ -97,8 +97,8 @@ def to_go(values: Tensor, sequence: Tensor) -> Tensor:
     return totals
 
 
-class CorrectionRule(Settings):
-    """Which corrections apply, and their bounds."""
+class ImportanceRule(Settings):
+    """Which importance weights and masks apply, and their bounds."""
 
     correction: Literal["tis", "mis", "sequence_tis", "sequence_mis"] | None = None
     """Weigh each token by the ratio between the trainer's weights at the start of a batch and the policy that sampled:
@@ -112,7 +112,7 @@ class CorrectionRule(Settings):
     since they were sampled; None turns it off."""
 
 
-def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
+def importance_gate(tokens: TrainedTokens, rule: ImportanceRule) -> Tensor | float:
     """Return 0 for chains with a negative advantage and mean(log μ − log π) > `off_policy_mask`, else 1. [M].
 
     DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556), off-policy sequence masking.
@@ -125,7 +125,7 @@ def importance_gate(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | flo
     return torch.where(bad & (moved > rule.off_policy_mask), 0.0, 1.0)
 
 
-def correction(tokens: TrainedTokens, rule: CorrectionRule) -> Tensor | float:
+def importance_weight(tokens: TrainedTokens, rule: ImportanceRule) -> Tensor | float:
     """Return min(ρ, cap) for `tis`, and for `mis` ρ where ρ ≤ cap, else 0. [M].
 
     `tis`: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; with PPO it is the

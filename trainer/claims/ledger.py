@@ -23,7 +23,7 @@ from trainer.batch.sampling import Vocabulary, resolved
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
-from turnwise.store import claims, database, experiences, groups, policies, processes, rows, serving, updates, versions
+from turnwise.store import claims, database, experiences, groups, notices, policies, rows, serving, updates, versions
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
 
@@ -223,7 +223,7 @@ class Ledger:
         trainer_id = self.rule.trainer_id
         self._versions = {version}
         self.report_status("starting")
-        self._signs = Renewal("the sign of life", processes.BEAT_SECONDS, self._give_sign)
+        self._signs = Renewal("the sign of life", notices.BEAT_SECONDS, self._give_sign)
         freed = claims.take_back(self.db, trainer_id, self.policy_id)
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, trainer_id)
@@ -246,7 +246,7 @@ class Ledger:
         if self._signs is not None:
             self._signs.stop()
             if not self._has_failed:
-                self.report_status("stopped", state=processes.TrainerState.STOPPED)
+                self.report_status("stopped", state=notices.TrainerState.STOPPED)
         if self._is_alone:
             self.db.close()
 
@@ -351,7 +351,7 @@ class Ledger:
         return self.read(lambda conn: updates.updates_after(conn, update_id, self.policy_id))
 
     def kept_state(self) -> Json | None:
-        return self.read(lambda conn: processes.kept_state(conn, self.policy_id))
+        return self.read(lambda conn: notices.kept_state(conn, self.policy_id))
 
     def next_update_id(self) -> int:
         return self._update_ids.after(self.read(updates.last_update_id))
@@ -415,7 +415,7 @@ class Ledger:
         """
         try:
             with self.db.write() as conn:
-                processes.announce_weights(conn, self.rule.trainer_id, url, rows.from_micros(database.clock(conn)))
+                notices.announce_weights(conn, self.rule.trainer_id, url, rows.from_micros(database.clock(conn)))
         except StoreUnavailable as error:
             log.warning("the address of the weights was not stored, engines read directories: %s", error)
 
@@ -423,11 +423,11 @@ class Ledger:
         self,
         text: str,
         seconds_left: float | None = None,
-        state: processes.TrainerState = processes.TrainerState.RUNNING,
+        state: notices.TrainerState = notices.TrainerState.RUNNING,
     ) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
-        if state is processes.TrainerState.RUNNING and self._is_blocked:
-            state = processes.TrainerState.BLOCKED
+        if state is notices.TrainerState.RUNNING and self._is_blocked:
+            state = notices.TrainerState.BLOCKED
         if self.policy is not None:
             text = f"policy {self.policy.name!r}: {text}"
         try:
@@ -435,22 +435,20 @@ class Ledger:
                 now = rows.from_micros(database.clock(conn))
                 starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
                 trainer_id = self.rule.trainer_id
-                status = processes.TrainerStatus(
+                status = notices.TrainerStatus(
                     trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
                 )
-                processes.report_status(conn, status)
+                notices.report_status(conn, status)
         except StoreUnavailable as error:
             log.warning("the trainer's status was not stored: %s", error)
 
     def note_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self.report_status(
-            f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=processes.TrainerState.DIED
-        )
+        self.report_status(f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=notices.TrainerState.DIED)
 
     def _give_sign(self) -> None:
         with self.db.write() as conn:
-            processes.note_sign_of_life(conn, self.rule.trainer_id)
+            notices.note_sign_of_life(conn, self.rule.trainer_id)
 
     def _release(self, held: claims.Claim, reason: str) -> None:
         try:

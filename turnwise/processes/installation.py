@@ -157,7 +157,7 @@ def _packages() -> Finding:
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.sampling import ADVICE, count_not_trained
-        from turnwise.store import consent, processes, turns
+        from turnwise.store import consent, notices, turns
         from turnwise.store.database import Database, missing_file
 
         missing = missing_file(url)
@@ -177,7 +177,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         database.prepare()
         with database.read() as connection:
-            trainers = processes.trainer_statuses(connection, tenant)
+            trainers = notices.trainer_statuses(connection, tenant)
             samplings = turns.newest_samplings(connection, tenant)
             marks = consent.count_marks(connection, tenant)
     except TurnwiseError as error:

@@ -22,7 +22,7 @@ from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
-from turnwise.store.processes import keep_state
+from turnwise.store.notices import keep_state
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import groups, sessions, turns, updates
 from turnwise.store.selection import has_policy
@@ -259,7 +259,7 @@ def ack(
 
     Return False, and write nothing, if this trainer has recorded an update with this id before. Groups in `refused`
     were not trained, for these reasons, and are dropped. `trained` has the sessions that were trained, with the
-    advantages of their turns. `state` is what the batch left that no checkpoint holds, as `processes.keep_state`
+    advantages of their turns. `state` is what the batch left that no checkpoint holds, as `notices.keep_state`
     takes it.
 
     Raises:

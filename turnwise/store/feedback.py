@@ -30,7 +30,6 @@ MAX_COPIES = 1000
 """Most sessions that are made from the demonstrations of one session."""
 RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
 CORRECTION = "correction"
-NO_POLICY = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +82,8 @@ def written(member: Member, text: str, token_ids: TokenIds) -> Member:
         finish_reason="stop",
         outcome=Outcome.UNTRAINABLE,
         reason=chains.IMPORTED,
-        policy_version_first=NO_POLICY,
-        policy_version_last=NO_POLICY,
+        policy_version_first=chains.NO_POLICY,
+        policy_version_last=chains.NO_POLICY,
         routed_experts=None,
         support=None,
     )

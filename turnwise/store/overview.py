@@ -15,8 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from turnwise.store.notices import TrainerStatus, trainer_statuses
 from turnwise.store.policies import is_shown_to
-from turnwise.store.processes import TrainerStatus, trainer_statuses
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import COST_DIGITS, NO_TENANT, costs, groups, policy_versions, sessions, turns, updates
 from turnwise.store.statements import is_among, unindexed

@@ -18,8 +18,8 @@ import sqlalchemy as sa
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.media import sweep_media
+from turnwise.store.notices import forget_in_states
 from turnwise.store.policies import bases_since, delete_policies
-from turnwise.store.processes import forget_in_states
 from turnwise.store.rewards import forget_sessions
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import (

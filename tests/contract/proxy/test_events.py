@@ -13,16 +13,16 @@ from support.migrated import migrated, writing
 from support.proxies import RunningProxy
 from support.waiting import wait_until
 
-from proxy import overview
+from proxy import readings
 from proxy.metrics import Metrics
-from proxy.overview import Event, Events, changes_between
+from proxy.readings import Event, Events, changes_between
 from turnwise.errors import Overloaded
 from turnwise.store import keys
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overview, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(readings, "READ_SECONDS", 0.01)
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +57,7 @@ async def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the
 
 @pytest.mark.usefixtures("quick")
 async def test_listeners_of_a_tenant_share_a_reading(database, monkeypatch):
-    monkeypatch.setattr(overview, "SHARED_SECONDS", 600.0)
+    monkeypatch.setattr(readings, "SHARED_SECONDS", 600.0)
     hub = Events(database, Metrics())
     async with listening(hub, "mine"):
         database.close()
@@ -84,7 +84,7 @@ def test_a_listener_that_reads_too_slowly_to_see_all_new_sessions_gets_one_notic
 async def test_the_number_of_listeners_is_limited_and_one_tenant_leaves_places_for_others(
     database, monkeypatch, limit, refusal, is_another_refused
 ):
-    monkeypatch.setattr(overview, limit, 1)
+    monkeypatch.setattr(readings, limit, 1)
     hub = Events(database, Metrics())
     async with listening(hub, "mine"):
         with pytest.raises(Overloaded, match=refusal):

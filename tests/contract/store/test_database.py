@@ -18,7 +18,7 @@ from support.ledger_samples import add_session
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import overview, schema, sessions
 from turnwise.store.database import Database, attempt
-from turnwise.store.processes import acquire_lease, renew_lease
+from turnwise.store.notices import acquire_lease, renew_lease
 from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)

@@ -22,7 +22,7 @@ from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.store import overview, serving, sessions, versions
 from turnwise.store.database import Database
-from turnwise.store.processes import TrainerStatus
+from turnwise.store.notices import TrainerStatus
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, Reward, Role, Split

@@ -12,7 +12,7 @@ from turnwise_fake_engine import Script
 
 from trainer.publish.weight_server import WeightServer
 from trainer.settings import TrainerSettings
-from turnwise.store import processes
+from turnwise.store import notices
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ class Trainer:
     def __init__(self, stage: Stage, level: int) -> None:
         self.server = WeightServer(TrainerSettings(engine_sleep_level=level))
         with stage.database.write() as connection:
-            processes.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
+            notices.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
         self.computes, self._may_end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._compute, daemon=True)
         self._thread.start()

@@ -20,7 +20,7 @@ from proxy.reload import transfer
 from trainer.publish.weight_server import WeightServer
 from trainer.settings import TrainerSettings
 from turnwise.engine_plugin import channel
-from turnwise.store import processes
+from turnwise.store import notices
 from turnwise.store.versions import fail_unwritten, publish_version
 from turnwise.types import PolicyVersion
 
@@ -44,7 +44,7 @@ def trainer(stage: Stage) -> Iterator[WeightServer]:
 
 def announce(stage: Stage, url: str | None) -> None:
     with stage.database.write() as connection:
-        processes.announce_weights(connection, "trainer", url, datetime.now(UTC))
+        notices.announce_weights(connection, "trainer", url, datetime.now(UTC))
 
 
 def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) -> None:

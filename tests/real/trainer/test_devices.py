@@ -23,7 +23,7 @@ from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import overview
-from turnwise.store.processes import TrainerState, trainer_statuses
+from turnwise.store.notices import TrainerState, trainer_statuses
 
 
 @pytest.mark.parametrize("is_every", [False, True])

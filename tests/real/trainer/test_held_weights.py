@@ -10,7 +10,7 @@ from support.trainer_ledger import Rollouts, settings_for
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
-from turnwise.store import processes
+from turnwise.store import notices
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -41,7 +41,7 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
 
     def announced() -> list[str]:
         with db.read() as connection:
-            return processes.weight_urls(connection)
+            return notices.weight_urls(connection)
 
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
@@ -68,7 +68,7 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     workflow.setup(0)
     with db.read() as connection:
-        assert processes.weight_urls(connection) == []
+        assert notices.weight_urls(connection) == []
     workflow.close()
     db.close()
 
@@ -83,7 +83,7 @@ def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog, m
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(0))
     with db.read() as connection:
-        assert processes.weight_urls(connection) == [workflow.weights.url]
+        assert notices.weight_urls(connection) == [workflow.weights.url]
     workflow.close()
     db.close()
     assert state.progress.policy_version == 1

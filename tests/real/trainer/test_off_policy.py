@@ -24,7 +24,7 @@ from trainer.replay import Entry, ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, experiences, groups, processes, retention, schema, updates
+from turnwise.store import claims, experiences, groups, notices, retention, schema, updates
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import name_digest
@@ -82,7 +82,7 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
         (shown,), _ = updates.list_update_views(conn, "default")
         (batch,) = summarise_updates(conn, "default")
         claimed = conn.execute(schema.groups.select()).all()
-        kept = processes.kept_state(conn, 0)
+        kept = notices.kept_state(conn, 0)
     assert (
         shown.update.metrics
         == batch.metrics
@@ -94,7 +94,7 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
     first = SessionFilter(tenant="default", group_id=claimed[0].group_id)
     retention.delete_all(ledger, lambda conn: retention.delete_sessions(conn, first))
     with ledger.read() as conn:
-        left = processes.kept_state(conn, 0)["buffer"]
+        left = notices.kept_state(conn, 0)["buffer"]
     assert [entry["group"] for entry in left] == [name_digest(("default", claimed[1].group_id))]
     workflow.close()
 

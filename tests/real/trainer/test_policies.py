@@ -20,7 +20,7 @@ from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
 from turnwise.store import policies, serving, sessions, versions
-from turnwise.store.processes import TrainerState, trainer_statuses
+from turnwise.store.notices import TrainerState, trainer_statuses
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
 from turnwise.store.updates import list_update_views, list_updates

@@ -24,7 +24,7 @@ from trainer.publish.checkpoint import Checkpoints
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import serving, updates
-from turnwise.store.processes import trainer_statuses
+from turnwise.store.notices import trainer_statuses
 from turnwise.store.schema import groups, turns
 from turnwise.store.versions import LOST, add_metrics, list_versions
 from turnwise.version_directory import read_manifest, weights_digest

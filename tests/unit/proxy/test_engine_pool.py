@@ -17,7 +17,7 @@ from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace
 from turnwise.errors import InvalidRequest, StoreError
 from turnwise.store.database import Database
-from turnwise.store.processes import Activity
+from turnwise.store.notices import Activity
 from turnwise.types import PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]

@@ -8,11 +8,11 @@ import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
 
-from proxy.overview import RecentCounts
+from proxy.readings import RecentCounts
 from proxy.routes.summaries import Mean, Summary, summarise_sessions, summarise_updates, training_note
 from turnwise.store import claims, rewards, search, sessions
 from turnwise.store.database import Database
-from turnwise.store.processes import TrainerStatus, report_status
+from turnwise.store.notices import TrainerStatus, report_status
 from turnwise.store.turns import append_turns
 from turnwise.types import Outcome, Reward, Session, Split, utc_now
 

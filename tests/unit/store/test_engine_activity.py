@@ -4,7 +4,7 @@ import datetime
 
 import sqlalchemy as sa
 
-from turnwise.store.processes import KEPT_MINUTES, Activity, add_activity, idle_shares
+from turnwise.store.notices import KEPT_MINUTES, Activity, add_activity, idle_shares
 from turnwise.store.schema import engine_minutes
 
 ALL = (1 << 60) - 1

@@ -8,7 +8,7 @@ from torch import tensor
 from trainer.algorithms import cispo, dppo, grpo, gspo, masked_is, sapo, topr
 from trainer.algorithms.algorithm import loss_of
 from trainer.batch import ratios
-from trainer.batch.ratios import CorrectionRule, TrainedTokens, ratio_of
+from trainer.batch.ratios import ImportanceRule, TrainedTokens, ratio_of
 
 LN2 = math.log(2.0)
 
@@ -85,17 +85,15 @@ def of_chains(**columns):
 def test_a_sequences_correction_is_the_product_over_its_chain_by_hand():
     """Chain 0 has ratios 2 and 2, together 4, cut to 3; chain 1 has ratio 2. By token all three are 2."""
     tokens = of_chains(proximal=tensor([-1.0, -1.0, -1.0]), behaviour=tensor([-1.0 - LN2] * 3))
-    rule = CorrectionRule(correction="sequence_tis", correction_cap=3.0)
-    close(ratios.correction(tokens, rule), [3.0, 3.0, 2.0])
-    close(ratios.correction(tokens, CorrectionRule(correction="tis", correction_cap=3.0)), [2.0, 2.0, 2.0])
-    close(ratios.correction(tokens, CorrectionRule(correction="sequence_mis", correction_cap=3.0)), [0.0, 0.0, 2.0])
+    for name, weights in (("sequence_tis", [3.0, 3.0, 2.0]), ("tis", [2.0] * 3), ("sequence_mis", [0.0, 0.0, 2.0])):
+        close(ratios.importance_weight(tokens, ImportanceRule(correction=name, correction_cap=3.0)), weights)
 
 
 def test_the_off_policy_mask_excludes_bad_old_chains_by_hand():
     """Both chains became ln 2 nats less probable; that of negative advantage is left out over a bound of 0.5."""
     tokens = of_chains(behaviour=tensor([-1.0 + LN2] * 3), advantages=tensor([-1.0, -1.0, 1.0]))
-    close(ratios.importance_gate(tokens, CorrectionRule(off_policy_mask=0.5)), [0.0, 0.0, 1.0])
-    close(ratios.importance_gate(tokens, CorrectionRule(off_policy_mask=0.7)), [1.0, 1.0, 1.0])
+    close(ratios.importance_gate(tokens, ImportanceRule(off_policy_mask=0.5)), [0.0, 0.0, 1.0])
+    close(ratios.importance_gate(tokens, ImportanceRule(off_policy_mask=0.7)), [1.0, 1.0, 1.0])
     close(algorithm("reinforce", off_policy_mask=0.5).loss(tokens), [0.0, 0.0, 1.0])
 
 

@@ -15,7 +15,7 @@ from trainer.settings import TrainerSettings
 from turnwise.store import claims, experiences, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import Played
-from turnwise.store.processes import trainer_statuses
+from turnwise.store.notices import trainer_statuses
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
 

@@ -15,13 +15,11 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from turnwise.chains import IMPORTED
+from turnwise.chains import IMPORTED, NO_POLICY
 from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
 from turnwise.exchange.imports.drafts import ImportedConversation, SampledTokens
 from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, Outcome, Turn, utc_now, value_of_json
-
-NO_POLICY = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import cachetools
 from proxy.limits.calls import Places
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
-from turnwise.store import overview, processes
+from turnwise.store import notices, overview
 from turnwise.store.database import Database
 from turnwise.types import Json, utc_now
 
@@ -66,7 +66,7 @@ class RecentCounts:
             kept = self._kept.get(tenant)
             if kept is None or self._clock() >= kept.valid_until:
                 return await self._count(tenant)
-        trainers = await self._database.fetch(processes.trainer_statuses, tenant)
+        trainers = await self._database.fetch(notices.trainer_statuses, tenant)
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
     def forget(self, tenant: str) -> None:

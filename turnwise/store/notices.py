@@ -1,4 +1,4 @@
-"""Leases of proxies (also when a clock jumps), reports, addresses and kept state of trainers, seconds of engines.
+"""Notices between processes: leases (also when a clock jumps), reports and kept state of trainers, engines' seconds.
 
 A lease is a named lock with a time limit and a fencing token; its holder may run a reload. A trainer reports in words,
 and a thread of its process renews `seen_at`. One that stops or fails says so; one that was killed says nothing, and
