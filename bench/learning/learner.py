@@ -166,7 +166,8 @@ class Run:
         ]
         with self.db.write() as conn:
             rewards.add_rewards(conn, lines)
-            for session in sessions:
+        for session in sessions:
+            with self.db.write() as conn:  # a short transaction: a thread of the trainer writes too
                 end_session(conn, session.tenant, session.session_id, "env_done")
         return statistics.fmean(line.value for line in lines)
 

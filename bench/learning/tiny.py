@@ -137,21 +137,26 @@ class TinyRun:
         rewards = self.reward_lines(names, prompts, replies)
         if self.num_to_target is None and np.mean([line.value for line in rewards]) >= ENOUGH:
             self.num_to_target = self.num_sessions + len(prompts)
-        with self.db.write() as conn:
-            for index, (session, prompt) in enumerate(zip(held, prompts, strict=True)):
-                sessions.create_session(conn, session)
-                turns = self.turns_of(session.session_id, prompt, replies[index], logprobs[index])
-                known = [pack(of_turn[index]) if truncates(asked[index], {}) else None for of_turn in supports]
-                append_turns(
-                    conn,
-                    [
-                        dataclasses.replace(turn, sampling=asked[index], support=support)
-                        for turn, support in zip(turns, known, strict=True)
-                    ],
+        for first in range(0, len(prompts), GROUP_SIZE):
+            own = range(first, first + GROUP_SIZE)
+            rows = [
+                dataclasses.replace(
+                    turn,
+                    sampling=asked[index],
+                    support=pack(of_turn[index]) if truncates(asked[index], {}) else None,
                 )
-            add_rewards(conn, rewards)
-            for name in names:
-                sessions.end_session(conn, "default", name)
+                for index in own
+                for turn, of_turn in zip(
+                    self.turns_of(names[index], prompts[index], replies[index], logprobs[index]), supports, strict=True
+                )
+            ]
+            with self.db.write() as conn:  # a short transaction: a thread of the trainer writes too
+                for index in own:
+                    sessions.create_session(conn, held[index])
+                append_turns(conn, rows)
+                add_rewards(conn, rewards[first : first + GROUP_SIZE])
+                for index in own:
+                    sessions.end_session(conn, "default", names[index])
         self._num_groups += self._groups
         self.num_sessions += len(prompts)
 
