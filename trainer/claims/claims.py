@@ -171,6 +171,7 @@ class Claims(Ledger):
                 with self.db.write() as conn:
                     for change in due:
                         change.make(conn)
+                with self.db.read() as conn:
                     look = self._read_look(conn, state, at, now)
             return self._watch(look) if look.num_filled(self.rule) >= smallest_batch(self.rule) else look
         except StoreUnavailable as error:

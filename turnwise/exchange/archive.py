@@ -97,9 +97,9 @@ def restore(database: Database, directory: Path) -> int:
     last_batch = {name: batch for batch in batches for name in _sessions_in(batch)}
     count = 0
     for batch in batches:
-        highest = 0
+        highest, read = 0, list(_read_batch(batch))
         with database.write() as conn:
-            for archived in _read_batch(batch):
+            for archived in read:
                 name = archived.session["tenant"], archived.session["session_id"]
                 if last_batch[name] == batch and stored_archive.insert_session(conn, archived):
                     count, highest = count + 1, max(highest, _highest_version(archived))

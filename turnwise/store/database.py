@@ -2,7 +2,9 @@
 
 Callers use two kinds of transaction, `write()` and `read()`, and handle two errors, `StoreUnavailable` and
 `SchemaMismatch`; SQL that differs between the databases is in `statements`. SQLite runs in WAL mode with
-`synchronous=FULL` and takes its write lock at BEGIN, so no write transaction fails later because the lock is taken.
+`synchronous=FULL` and takes its write lock at BEGIN, so no write transaction fails later because the lock is taken. Its
+own wait for that lock tries ten times a second, and often meets no pause of a busy writer in 5 s; `_once_free` tries
+more often.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ ANSWER_SECONDS = 30.0
 GRACE_SECONDS = 2.0
 QUEUE_SECONDS = 30.0
 """Longest wait of `Database.fetch` for its turn, while others' reads take all connections."""
-WAL_SECONDS = 0.01
+LOCK_SECONDS = 0.001
+"""Time between two attempts to get SQLite's write lock."""
 _REFUSED = "Connection refused"
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
@@ -88,10 +91,10 @@ class Database:
         """`sqlite` or `postgresql`."""
         make = _sqlite_engine if self.dialect == "sqlite" else _postgresql_engine
         self._engine = make(parsed, pool_size, lock_timeout_seconds)
-        self._writer = self._engine.execution_options(begin="BEGIN IMMEDIATE")
+        self._writer = self._engine.execution_options(writes=True)
         of_reads = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**({} if self.dialect == "sqlite" else of_reads))
-        # SQLite allows one writer. A queue here is fair; SQLite's own busy handler polls.
+        # SQLite allows one writer. Threads wait in a queue; only one of each process tries to get the file's lock.
         self._write_lock: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
         # Threads of its own, one a connection: a database that is silent takes no thread from other work.
         self._readers = ThreadPoolExecutor(pool_size, "store-read")
@@ -237,10 +240,8 @@ class Database:
             return
         with attributed(), contextlib.closing(self._engine.raw_connection()) as pooled:
             driver: Any = pooled.driver_connection
-            driver.execute("PRAGMA busy_timeout=0")
-            with contextlib.suppress(sqlite3.OperationalError):
+            with _without_waiting(driver, self._lock_timeout_seconds), contextlib.suppress(sqlite3.OperationalError):
                 driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            driver.execute(f"PRAGMA busy_timeout={int(self._lock_timeout_seconds * 1000)}")
 
     @contextlib.contextmanager
     def _serialised(self) -> Iterator[None]:
@@ -364,7 +365,8 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
     def _connect(_dialect: Any, _record: Any, args: Any, options: Any) -> sqlite3.Connection:
         try:
             connection: sqlite3.Connection = sqlite3.connect(*args, **options)
-            _write_ahead(connection, time.monotonic() + lock_timeout_seconds)
+            # SQLite does not wait while another process turns on the log of the same new file.
+            _once_free(lambda: connection.execute("PRAGMA journal_mode=WAL"), lock_timeout_seconds)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorname.startswith(_NO_FILE):
                 error.args = (f"{error}: {url.database!r}, which this process must read and write, with its directory",)
@@ -376,20 +378,35 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
     @sa.event.listens_for(engine, "begin")
     def _begin(conn: sa.Connection) -> None:
-        execute(conn, conn.get_execution_options().get("begin", "BEGIN"))
+        if conn.get_execution_options().get("writes"):
+            with _without_waiting(conn.connection.driver_connection, lock_timeout_seconds):
+                _once_free(lambda: execute(conn, "BEGIN IMMEDIATE"), lock_timeout_seconds)
+        else:
+            execute(conn, "BEGIN")
 
     return engine
 
 
-def _write_ahead(connection: sqlite3.Connection, deadline: float) -> None:
-    """Turn on the write-ahead log; SQLite does not wait while another process does the same to a new file."""
+@contextlib.contextmanager
+def _without_waiting(connection: Any, lock_timeout_seconds: float) -> Iterator[None]:
+    connection.execute("PRAGMA busy_timeout=0")
+    try:
+        yield
+    finally:
+        connection.execute(f"PRAGMA busy_timeout={int(lock_timeout_seconds * 1000)}")
+
+
+def _once_free(change: Callable[[], object], seconds: float) -> None:
+    """Make a change to an SQLite file, again while other processes have locked it, for this long."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+            change()
+        except (sqlite3.OperationalError, sa.exc.OperationalError) as error:
+            failure: Any = getattr(error, "orig", error)
+            if not failure.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > deadline:
                 raise
-            time.sleep(WAL_SECONDS)
+            time.sleep(LOCK_SECONDS)
         else:
             return
 
