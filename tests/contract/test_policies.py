@@ -519,6 +519,7 @@ def test_each_policy_has_its_own_trial_and_hold_out_and_a_session_keeps_its_arm(
             assert len(versions) == 1
             found[versions.pop()] += 1
             assert world.sampled("support-b", "gpt", f"{prefix}{number}") == others
+            assert world.get("admin-b", f"/v1/sessions/{prefix}{number}")["arm"] is None
         return found
 
     on_trial = play("trial")
