@@ -79,7 +79,7 @@ test: setup lint ## Run the tests that a commit must pass: units, contracts, and
 test-real: setup .conformance/.installed ## Run what `make test` leaves to CI: vLLM, PostgreSQL, kills, training runs
 	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) $(SLOWEST) -m "not slow and (real or postgres)" --ignore $(LOOP)
 
-test-all: setup lint .venv/.real .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
+test-all: setup lint .venv/.real .packed/.installed .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough
 
 chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7
@@ -116,7 +116,12 @@ screenshots: setup ## Make the pictures of the page in docs/images
 compose-check: setup ## Bring docker-compose.yml up in containers, and down again; INSTALL=1 gets what lacks
 	cd tests && ../$(BIN)/python -m compose.check $(if $(INSTALL),--install)
 
-certify: setup ## Serve, train and load tiny models of many architectures, and write docs/models.md: ARGS="--loads NAME …"
+# What models in bitsandbytes' four bits need beside the rest; every program would import it if it lay in .venv.
+.packed/.installed: .venv/.demo
+	$(PIP) install --no-deps --no-compile --target .packed bitsandbytes==0.50.2 vllm-bnb-plugin==0.0.3
+	touch $@
+
+certify: setup .packed/.installed ## Serve, train and load tiny models of many architectures, and write docs/models.md: ARGS="--loads NAME …"
 	cd tests && ../$(BIN)/python -m certificates $(ARGS)
 
 conformance: .conformance/.installed ## Run the original classes of Trinity-RFT and verl beside ours

@@ -61,6 +61,8 @@ HEAD = "lm_head.weight"
 CONTAINERS = re.compile(r"^(?:(?:model|language_model|text_model)\.)+")
 """The beginning of names of tensors of the language model."""
 EMBEDDINGS = "embed_tokens.weight"
+PACKED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", "_packed")
+"""Ends of names of tensors that stand beside, or for, a matrix that is stored packed."""
 
 
 PATIENCE_SECONDS = 1.0
@@ -288,11 +290,17 @@ def _inner(name: str) -> str:
 
 
 def _check_adapter_tensor(directory: Path, name: str, tensor: Tensor, base: dict[str, Tensor]) -> None:
-    """Check that a factor fits the matrix that it changes: A is [rank, in], B is [out, rank]."""
+    """Check that a factor fits the matrix that it changes: A is [rank, in], B is [out, rank].
+
+    Of a matrix that is stored packed the sizes are unknown.
+    """
     module, _, factor = name.removeprefix("base_model.model.").partition(".lora_")
     if not base or not factor.startswith(("A.", "B.")):
         return
-    changed = base.get(_inner(f"{module}.weight"))
+    weight = _inner(f"{module}.weight")
+    if any(f"{weight}{end}" in base for end in PACKED):
+        return
+    changed = base.get(weight)
     if changed is None:
         raise BadCheckpoint(f"{directory} adapts {module!r}, which the served model lacks; it is of another model")
     axis = 1 if factor.startswith("A.") else 0

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from certificates.tiny import TINY, architecture_of, build
+from certificates.tiny import TINY, architecture_of, build, environment
 
 from turnwise.commands.certify import LIMITS, Certificate
 
@@ -77,7 +76,7 @@ def loads(name: str, directory: Path) -> dict[str, Any]:
     """Return the differences by what was loaded; empty where vLLM does not serve the model here."""
     flags = ["language_model_only=true"] if TINY[name].vision is not None else []
     argv = [sys.executable, "-m", "certificates.loads", str(directory), *flags]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False, env=environment())
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False, env=environment(name))
     return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else {}
 
 
@@ -98,15 +97,12 @@ def learns(name: str) -> dict[str, str]:
     return found
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROWS.parents[1]}"}
-
-
 def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, Any]:
     """Return the dtype and the gap by kind, or why it was refused, and whether that was at the start."""
     flags = ["--", "--language-model-only"] if name in TINY and TINY[name].vision is not None else []
     kinds = [flag for kind in wanted for flag in ("--kind", kind)]
-    subprocess.run([sys.executable, "-m", "turnwise", "certify", str(directory), *kinds, *flags], check=False)
+    argv = [sys.executable, "-m", "turnwise", "certify", str(directory), *kinds, *flags]
+    subprocess.run(argv, check=False, env=environment(name))
     found = Certificate.read(str(directory))
     return {
         each.kind: {

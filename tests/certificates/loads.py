@@ -75,10 +75,9 @@ def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
         gap = (own - logprobs).abs()
         found[name] = {"max": float(gap.max()), "mean": float(gap.mean())}
 
+    measure("unchanged", kinds[0])
     if lora:
         measure("adapter", PolicyKind.LORA, LoRARequest("adapter", 1, str(scratch / PolicyKind.LORA)))
-    if PolicyKind.FULL in kinds:
-        measure("unchanged", PolicyKind.FULL)
     for name in ("weights", "weights again") if PolicyKind.FULL in kinds else ():
         engine.collective_rpc("reload_weights", kwargs={"weights_path": str(scratch / PolicyKind.FULL)})
         measure(name, PolicyKind.FULL)

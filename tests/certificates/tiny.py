@@ -5,6 +5,9 @@ engine did not load would show. Heads of gated delta nets are 128 wide, because 
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,8 @@ from support.tiny_models import quantise
 
 from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer
 
+TESTS = Path(__file__).parents[1]
+PACKED = TESTS.parent / ".packed"
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 CAPPED = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 FLAT = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
@@ -71,13 +76,14 @@ class Tiny:
     """Fields of the wrapper."""
     carried: tuple[str, ...] = ()
     """Tensors that official checkpoints have and transformers does not load."""
-    is_quantised: bool = False
-    """Whether the projections are stored as FP8."""
+    quantised: str | None = None
+    """How the linear layers are stored: as `FP8`, or in bitsandbytes' four bits, `NF4`."""
 
 
 TINY = {
     "qwen3": Tiny("Qwen3", {"tie_word_embeddings": True}),
-    "qwen3_fp8": Tiny("Qwen3", {"tie_word_embeddings": True}, is_quantised=True),
+    "qwen3_fp8": Tiny("Qwen3", {"tie_word_embeddings": True}, quantised="FP8"),
+    "qwen3_nf4": Tiny("Qwen3", {"tie_word_embeddings": True}, quantised="NF4"),
     "llama3": Tiny(
         "Llama", {"tie_word_embeddings": True, "rope_parameters": {**ROPE3, "original_max_position_embeddings": 512}}
     ),
@@ -246,9 +252,17 @@ def build(name: str, directory: Path, **changes: Any) -> Path:
     file = directory / "model.safetensors"
     further = {each: torch.randn(64, 128) for each in tiny.carried}
     save_file(load_file(file) | further, file, metadata={"format": "pt"})
-    if tiny.is_quantised:
+    if tiny.quantised == "FP8":
         quantise(directory)
+    elif tiny.quantised == "NF4":
+        subprocess.run([sys.executable, "-m", "certificates.packed", str(directory)], check=True, env=environment(name))
     return directory
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the environment of a process that has the model; `make` puts what four bits need into .packed."""
+    packages = [str(PACKED)] if name in TINY and TINY[name].quantised == "NF4" else []
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TESTS), *packages])}
 
 
 def _made(tiny: Tiny, fields: dict[str, Any]) -> Any:
@@ -262,7 +276,9 @@ def _made(tiny: Tiny, fields: dict[str, Any]) -> Any:
 
 
 def architecture_of(directory: Path) -> str:
-    """Return the class that a model's configuration names, with its text part's type, and FP8 where it is quantised."""
+    """Return the class that a model's configuration names, with its text part's type, and how it is quantised."""
     config = json.loads((directory / "config.json").read_text())
     text = f" ({config['text_config']['model_type']})" if "text_config" in config else ""
-    return f"{config['architectures'][0]}{text}{', FP8' if 'quantization_config' in config else ''}"
+    stated = config.get("quantization_config")
+    how = "" if stated is None else ", NF4" if stated.get("load_in_4bit") else ", FP8"
+    return f"{config['architectures'][0]}{text}{how}"

@@ -11,6 +11,13 @@ from turnwise.commands.certify import LIMITS
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
+def test_an_adapter_over_weights_in_four_bits_gives_in_vllm_what_the_trainer_computes(tmp_path):
+    found = loads("qwen3_nf4", build("qwen3_nf4", tmp_path / "model"))
+    assert found["unchanged"]["mean"] > 10 * found["adapter"]["mean"]
+    assert found["adapter"]["mean"] <= LIMITS["bfloat16"]
+
+
 @pytest.mark.parametrize("name", ["qwen3moe", "gemma3", "granite4", "lfm2"])
 def test_each_load_into_a_running_vllm_changes_all_that_the_trainer_changed(tmp_path, name):
     """The CPU's kernels pack experts and tied heads, and turn LFM2's queries; Granite 4 looks layers up by name."""

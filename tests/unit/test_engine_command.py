@@ -129,6 +129,12 @@ def test_an_index_that_names_no_files_is_refused(model_dir):
         check_model_directory(model_dir)
 
 
+def test_weights_in_four_bits_are_refused_where_vllm_has_no_plug_in_for_them(model_dir):
+    (model_dir / "config.json").write_text(json.dumps({"quantization_config": {"load_in_4bit": True}}))
+    with pytest.raises(EngineError, match=r"in bitsandbytes' four bits, .*; run `pip install vllm-bnb-plugin "):
+        check_served(str(model_dir), gpu=True, lora=True, dtype=None)
+
+
 def test_packages_built_for_another_torch_are_named_with_the_command_that_removes_them(monkeypatch):
     """When the two builds differ, `import vllm` fails with an unclear error about torchvision's operators."""
     versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0", "torchcodec": None}

@@ -72,9 +72,9 @@ def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach
     inside = {each for layers in found.values() for each in layers}
     targets = [each for end in ends for each in _targets(end, inside, every)]
     modules = [each for path, each in model.named_modules() if any(_ends(path, end) for end in targets)]
-    adapted = sum(each.weight.numel() for each in modules if isinstance(each, nn.Linear))
+    adapted = sum(each.in_features * each.out_features for each in modules if isinstance(each, nn.Linear))
     rest = {each: reason for each, reason in left_out.items() if not any(_ends(end, each) for end in targets)}
-    return Reach(targets, len(modules), adapted / sum(each.numel() for each in model.get_decoder().parameters()), rest)
+    return Reach(targets, len(modules), adapted / model.get_decoder().num_parameters(), rest)
 
 
 def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:

@@ -67,6 +67,9 @@ LIBRARY_ERRORS = (
 )
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
 """How weights may be quantised under an adapter: transformers computes with what they stand for."""
+PACKED = "bitsandbytes, 4 bits"
+"""Weights that stay packed in memory under an adapter; a layer's are unpacked as it is computed. Dettmers et al. 2023
+(arXiv:2305.14314)."""
 NOT_RELOADED = ("gpt_oss",)
 """Types of models of which vLLM keeps experts and attention sinks that it started with, whatever it loads later."""
 HEAD = "lm_head.weight"
@@ -103,7 +106,9 @@ def read_config(model: str) -> Any:
 def quantised_by(config: Any) -> str | None:
     """Return how a model's weights are quantised; None if they are not."""
     stated = getattr(config, "quantization_config", None)
-    return None if stated is None else str(stated.get("quant_method", "unknown"))
+    if stated is None:
+        return None
+    return PACKED if stated.get("load_in_4bit") else str(stated.get("quant_method", "unknown"))
 
 
 def model_class(config: Any) -> Any:
@@ -130,12 +135,12 @@ def check_trainable(config: Any, spec: TrainerSettings) -> None:
             f"attention='sdpa' computes {spec.model!r} without the soft cap of its attention: leave it out, or set "
             "attention='eager'"
         )
-    method = quantised_by(config)
-    if method is not None and (spec.kind is not PolicyKind.LORA or method not in DEQUANTISED):
-        advice = "set kind='lora', or " if method in DEQUANTISED else ""
+    method, known = quantised_by(config), (*DEQUANTISED, PACKED)
+    if method is not None and (spec.kind is not PolicyKind.LORA or method not in known):
+        advice = "set kind='lora', or " if method in known else ""
         raise SettingsError(
             f"the weights of {spec.model!r} are quantised ({method}): an adapter is trained on weights in "
-            f"{', '.join(DEQUANTISED)}, and whole weights only where they are not quantised; {advice}train and serve "
+            f"{', '.join(known)}, and whole weights only where they are not quantised; {advice}train and serve "
             "the model that is not quantised"
         )
     if spec.kind is PolicyKind.LORA:
@@ -187,7 +192,7 @@ def _trainable_config(spec: TrainerSettings) -> Any:
 
 
 def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
-    """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA."""
+    """Load the base model in the precision of `weights_dtype`, with a fresh adapter for LoRA."""
     config = _trainable_config(spec)
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
         model = model_class(config).from_pretrained(
@@ -199,6 +204,11 @@ def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
 def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
     """Return the same model with weights on the meta device and real buffers."""
     config = _trainable_config(spec)
+    if quantised_by(config) == PACKED:
+        raise SettingsError(
+            f"the weights of {spec.model!r} are quantised ({PACKED}), and several processes cannot share them: train "
+            "in one process, or the model that is not quantised"
+        )
     with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), _weights_on_meta():
         model = model_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
         return _prepared(model, spec)

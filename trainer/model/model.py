@@ -121,6 +121,9 @@ class Policy:
         self.model: nn.Module
         if self.mesh_axis is None:
             self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))
+            for layer in cast("Any", self.model).modules():
+                if hasattr(layer, "compute_dtype"):  # of packed weights, which the checkpoint sets for other programs
+                    layer.compute_dtype = self.compute_dtype
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
         self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.model.loading import bad_checkpoint, copy_tokenizer, model_class, read_config
+from trainer.model.loading import PACKED, bad_checkpoint, copy_tokenizer, model_class, quantised_by, read_config
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, read_manifest
@@ -38,6 +38,7 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
     with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
         config = read_config(base)
         whole = model_class(config).from_pretrained(base, config=config, dtype="auto")
+        whole = whole.dequantize() if quantised_by(config) == PACKED else whole
     head, targets = whole.get_output_embeddings(), read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
     if head.weight is whole.get_input_embeddings().weight and HEAD in targets:
         # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.

@@ -180,6 +180,12 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None, vllm_f
             f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
             "release that belongs to this torch with pip, or run `make setup`"
         )
+    is_packed = bool((config.get(QUANTISED) or {}).get("load_in_4bit"))
+    if is_packed and importlib.util.find_spec("vllm_bnb_plugin") is None:
+        raise EngineError(
+            f"the weights of {model!r} are in bitsandbytes' four bits, which vLLM serves only with its plug-in; run "
+            "`pip install vllm-bnb-plugin bitsandbytes`, or serve the model that is not quantised"
+        )
     if not any(flag.replace("_", "-").startswith(DECIDING_FLAGS) for flag in vllm_flags):
         _check_architecture(model, lora=lora)
     if not gpu:

@@ -161,6 +161,16 @@ def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     assert "adapts 'other', which the served model lacks" in words
 
 
+@pytest.mark.parametrize("packed", ["layer.weight_packed", "layer.weight.quant_state.bitsandbytes__nf4"])
+def test_an_adapter_of_weights_that_are_stored_packed_must_name_layers_of_theirs(tmp_path, packed):
+    """Eight or two values of a matrix lie in one number, so its shape tells nothing of the factors'."""
+    served = checkpoint(tmp_path / "served", {packed: np.zeros((4, 1), np.uint8), "layer.weight": np.zeros((4, 1))})
+    check_headers(str(write_adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
+    renamed = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
+    words = refusal(write_adapter(tmp_path / "b", renamed), PolicyKind.LORA, served)
+    assert "adapts 'other', which the served model lacks" in words
+
+
 def test_an_adapter_of_a_tied_output_head_must_fit_the_embeddings(tmp_path):
     """The head has no tensor of its own; the embeddings are [4, 2]."""
     served = checkpoint(tmp_path / "served", {"model.embed_tokens.weight": TENSORS["embed.weight"]})

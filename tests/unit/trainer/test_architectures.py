@@ -12,7 +12,7 @@ from support.tiny_models import EXPERTS, SIZES, config_of, make_model, quantise
 
 from trainer.forward import load_version
 from trainer.model.adapters import reach_of
-from trainer.model.loading import described, load_model
+from trainer.model.loading import described, empty_model, load_model
 from trainer.model.model import Policy
 from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import check_repeatable
@@ -173,7 +173,16 @@ def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is
         load_model(TrainerSettings(model=str(tmp_path)), "eager")
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+def test_several_processes_do_not_share_weights_in_four_bits(tmp_path):
+    make_model(tmp_path)
+    config = tmp_path / "config.json"
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": packed}))
+    with pytest.raises(SettingsError, match=r"\(bitsandbytes, 4 bits\).*: train in one process, or "):
+        empty_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])  # the last one in 8 bits
 def test_an_adapter_of_weights_that_the_trainer_cannot_compute_with_is_refused_at_the_start(tmp_path, method):
     make_model(tmp_path)
     config = tmp_path / "config.json"
@@ -198,6 +207,52 @@ def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path):
     quantise(tmp_path)
     found.load(0)
     assert torch.equal(found.next_logprobs(tokens), logprobs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # imports of compressed-tensors
+def test_an_adapter_of_integers_of_compressed_tensors_is_trained_on_what_they_stand_for(tmp_path):
+    """Eight values of 4 bits in a word, the lowest first and 8 above their value; a scale for each 16 inputs."""
+    make_model(tmp_path)
+    file, config, stands_for = tmp_path / "model.safetensors", tmp_path / "config.json", {}
+    stored = load_file(file)
+    for name in [name for name in stored if "_proj" in name]:
+        rows, columns = stored[name].shape
+        values, scale = torch.randint(-8, 8, (rows, columns)), torch.rand(rows, columns // 16)
+        stands_for[name.removesuffix(".weight")] = values * scale.repeat_interleave(16, 1)
+        words = ((values + 8).reshape(rows, -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+        parts = {"packed": words.to(torch.int32), "scale": scale, "shape": torch.tensor([rows, columns])}
+        del stored[name]
+        stored |= {f"{name}_{part}": value for part, value in parts.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    how |= {"config_groups": groups, "ignore": ["lm_head"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
+    loaded = dict(load_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager").named_modules())
+    for name, expected in stands_for.items():
+        assert torch.equal(loaded[f"base_model.model.{name}.base_layer"].weight, expected)
+
+
+def test_an_adapter_of_experts_in_mxfp4_is_trained_on_what_they_stand_for(tmp_path):
+    """A byte holds two of the sixteen values, the lower bits first, and 32 in a row share an exponent."""
+    make_model(tmp_path, "GptOss", num_local_experts=2, num_experts_per_tok=1, intermediate_size=32)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    stored = load_file(file)
+    stands_for = {name: stored.pop(name) for name in list(stored) if name.endswith("_proj") and "experts" in name}
+    half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for name, (experts, inputs, outputs) in {name: tuple(value.shape) for name, value in stands_for.items()}.items():
+        codes, exponents = torch.randint(16, (experts, outputs, 1, 32)), torch.randint(-2, 3, (experts, outputs, 1))
+        values = torch.cat([half, -half])[codes] * torch.exp2(exponents.float())[..., None]
+        stands_for[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
+        stored[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        stored[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+    save_file(stored, file, metadata={"format": "pt"})
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
+    loaded = load_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager").state_dict()
+    for name, expected in stands_for.items():
+        assert torch.equal(loaded[f"base_model.model.{name}"], expected)
 
 
 @pytest.mark.parametrize(
