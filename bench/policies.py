@@ -37,7 +37,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.update import Updates
-from trainer.versions.commits import Commits
+from trainer.versions.state import Commits
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.store import keys, turns
 from turnwise.store.database import Database

@@ -39,8 +39,8 @@ from trainer.publish.weight_server import WeightServer
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.update import Updates, check_fitting, left_out_gauges, num_minibatches
-from trainer.versions.commits import Commits, NewVersion, probe_of
-from trainer.versions.state import OptimizerLike, State, States
+from trainer.versions.starts import OptimizerLike, States
+from trainer.versions.state import Commits, NewVersion, State, probe_of
 from turnwise.errors import BatchRefused
 from turnwise.files import append_lines
 from turnwise.store.database import Database

@@ -15,7 +15,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.train import Parts, Training, make_parts
-from trainer.versions.state import OptimizerLike
+from trainer.versions.starts import OptimizerLike
 
 Config = TrainerSettings | Mapping[str, Any]
 

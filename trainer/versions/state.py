@@ -1,10 +1,14 @@
-"""All that changes while training, in one record that is saved whole, and the records that training starts from.
+"""All that changes while training, saved whole, and how a trained batch ends: published, written, acknowledged with it.
 
 Random numbers are derived from the seed and the count of batches. So a batch that is repeated after a crash draws the
-same numbers, whatever was drawn before it. Training starts from a new run's state, or from that of a restart or of an
-older version after a rollback or a pin. A checkpoint holds the settings that it was trained under. Most may change on a
-restart, and are logged; a few are refused. The optimizer's settings are the current ones, never those of its saved
-state.
+same numbers, whatever was drawn before it.
+
+Engines get a version first. One that is held in memory for them is published at once; other engines read directories,
+so the directory is written before. All else is a thread's work while training goes on: the directory, its digest, and
+after every `checkpoint_every` versions a copy of the state. One transaction then acknowledges the batches that are in
+the state. A trainer that dies in between leaves their groups claimable, and the next one trains them from the last
+state on. So every group is in the weights exactly once. A version whose state was not written is followed by one that
+does not contain it, under a new number; one whose directory was not written fails, and engines go back.
 """
 
 from __future__ import annotations
@@ -12,38 +16,41 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 from trainer.batch.advantages import Row
-from trainer.claims.claims import Rewind
-from trainer.claims.ledger import Ledger, RunProgress
+from trainer.batch.selection import Selection
+from trainer.claims.ledger import ClaimedBatch, FinishedBatch, Ledger, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
-from trainer.publish.checkpoint import Checkpoints
+from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
-from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.types import Json, PolicyKind, PolicyVersion
+from turnwise.chains import Experience
+from turnwise.errors import SettingsError
+from turnwise.store import updates
+from turnwise.store import versions as stored_versions
+from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)
 
-OptimizerLike = torch.optim.Optimizer | Callable[[list[Parameter]], torch.optim.Optimizer]
 TENSORS = ("model", "optimizer")
 """The parts of a state that hold tensors, without those of a critic."""
 MOST_RECENT_VERSIONS = 64
 """How many versions `Progress.recent_versions` holds; nothing counts as more stale than this."""
-FIXED = ("kind",)
-FIXED_FOR_LORA = ("model", "lora_rank", "lora_targets")
+PROBE_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,139 +137,6 @@ class State:
             self.critic.load_tensors(tensors)
 
 
-class States:
-    """Makes states; every process calls it in step."""
-
-    def __init__(
-        self, learner: PolicyAgent, checkpoints: Checkpoints, optimizer: OptimizerLike, config: TrainerSettings
-    ) -> None:
-        self._learner = learner
-        self._checkpoints = checkpoints
-        self._optimizer = optimizer
-        self._config = config
-        self.first: PolicyVersion | None = None
-        """The adapter that the policy started from; None for the base model. `setup` sets it."""
-
-    @property
-    def first_version(self) -> int:
-        """The version that a new run starts from; its state needs no checkpoint."""
-        return 0 if self.first is None else self.first.version
-
-    def policy_directory(self, version: int) -> Path:
-        if self.first is not None and version == self.first.version:
-            return Path(self.first.path)
-        return self._checkpoints.policy_directory(version)
-
-    def of_version(self, version: int | None, seed: int, *, reports_changes: bool = False) -> State:
-        """Return the state of a published version, under the current settings; None is that of a new run.
-
-        Raises:
-            BadCheckpoint: Its state is not on disk, or does not fit the model.
-            SettingsError: A setting changed that cannot change within a run.
-        """
-        if version is None or version == self.first_version:
-            return self._first(seed)
-        saved = self._read(version)
-        check_resumable(saved.get("settings", {}), self._config)
-        if reports_changes and self._learner.world.is_first:
-            for name, before, now in _changes(saved.get("settings", {}), self._config):
-                log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
-        group = self._learner.world.control_group
-        return self._new(seed, with_weights=False).restored(
-            saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, group)
-        )
-
-    def rewound(self, state: State, to: Rewind) -> State:
-        """Return the state to go on from an older version's weights; the counts of the run go on.
-
-        Without a state of that very version, the newest state before it is taken.
-        """
-        known = [version for version in state.progress.recent_versions if version < to.version]
-        version = self._learner.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
-        try:
-            older = self.of_version(version, self._config.seed)
-        except BadCheckpoint as error:
-            log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
-            return state.with_progress(rewound_to=to.version)
-        log.warning("%s: going back to version %d from version %d", to.reason, version, state.progress.policy_version)
-        progress = dataclasses.replace(
-            state.progress,
-            policy_version=version,
-            recent_versions=older.progress.recent_versions,
-            rewound_to=to.version,
-        )
-        set_position(older.scheduler, progress.num_optimizer_steps)
-        return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
-
-    def with_missed(self, state: State, ledger: Ledger) -> State:
-        """Return the state with the batches after it that made no version.
-
-        They leave no checkpoint, so the ledger has them.
-        """
-        missed = self._learner.world.from_first(lambda: ledger.updates_after(state.progress.update_id))
-        if missed:
-            num_batches = state.progress.num_batches + len(missed)
-            state = state.with_progress(num_batches=num_batches, update_id=missed[-1].update_id)
-        kept = self._learner.world.from_first(ledger.kept_state)
-        return state if kept is None else state.with_batches(kept)
-
-    def moments_bytes(self) -> int:
-        on_device = self._config.optimizer_state == "device"
-        return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
-
-    def _first(self, seed: int) -> State:
-        state = self._new(seed)
-        if self.first is None:
-            return state
-        return state.with_progress(policy_version=self.first.version, recent_versions=(self.first.version,))
-
-    def _new(self, seed: int, *, with_weights: bool = True) -> State:
-        """Return the state of a new run, unless a saved state replaces its weights, and a fresh optimizer.
-
-        A new run starts from the base model or from an adapter, which is the reference of the whole run.
-        """
-        self._learner.load(seed, with_weights=with_weights)
-        if self.first is not None and (with_weights or self._learner.algorithm.needs_reference):
-            self._learner.policy.load_adapter(Path(self.first.path))
-            adapter = self._learner.policy.adapter
-            self._learner.start = None if adapter is None else adapter.copied()
-        optimizer = self._new_optimizer(self._learner.policy.parameters())
-        critic = self._learner.critic
-        if critic is not None:
-            rate = self._learner.algorithm.critic_rate or 10 * self._config.learning_rate
-            critic.bind(self._new_optimizer(critic.parameters()), rate)
-        return State(
-            progress=RunProgress(seed=seed),
-            policy=self._learner.policy,
-            optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, self._config),
-            critic=critic,
-            adapter=self._learner.policy.adapter,
-        )
-
-    def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
-        if isinstance(self._optimizer, torch.optim.Optimizer):
-            known = {key: value for key, value in self._optimizer.defaults.items() if key != "decoupled_weight_decay"}
-            return type(self._optimizer)(parameters, **known)
-        return self._optimizer(parameters)
-
-    def _read(self, version: int) -> dict[str, Any]:
-        def read() -> dict[str, Any] | BadCheckpoint:
-            try:
-                return self._checkpoints.read_state(version)
-            except BadCheckpoint as error:
-                return error
-
-        found = self._learner.world.from_first(read)
-        if isinstance(found, BadCheckpoint):
-            raise found
-        return found
-
-    def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
-        held = [one for one in known if one == self.first_version or self._checkpoints.has_state(one)]
-        return max(held, default=otherwise)
-
-
 def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> lr_scheduler.LambdaLR:
     """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
 
@@ -291,17 +165,265 @@ def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
         group["lr"] = rate * factor(num_updates)
 
 
-def check_resumable(saved: Json, settings: TrainerSettings) -> None:
-    """Check that the weights of a checkpoint can be trained on under these settings."""
-    fixed = FIXED + (FIXED_FOR_LORA if settings.kind is PolicyKind.LORA else ())
-    for name, before, now in _changes(saved, settings):
-        if name in fixed:
-            raise SettingsError(
-                f"{name} was {before!r} and is {now!r} now, but a run cannot change it: set it back to {before!r}, or "
-                "start a new run with another database and policies_dir"
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewVersion:
+    """What training has made of a batch."""
+
+    version: int
+    weights: dict[str, Tensor]
+    """Whole and on the CPU, copied; empty in all processes but the first."""
+    probe: Json
+    is_held: bool
+    trained_at: float
+    """When its last optimizer step ended, on the monotonic clock."""
+    trained: Mapping[SessionKey, updates.Advantages]
+    refusal: str | None = None
+
+
+def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
+    """Return the beginning of the batch's first chain and the logprob of each of its tokens after those before it.
+
+    A version carries it in its manifest: the proxy asks the engine for the same logprobs after a reload, and so checks
+    that it serves these weights.
+    """
+    tokens = experiences[0].tokens[:PROBE_TOKENS].tolist()
+    log_p_TV = policy.next_logprobs(tokens)
+    followers = torch.tensor(tokens[1:], dtype=torch.long)
+    is_coarse = policy.compute_dtype is torch.bfloat16
+    return {
+        "token_ids": tokens,
+        "logprobs": log_p_TV[:-1].gather(1, followers[:, None])[:, 0].tolist(),
+        "dtype": "bfloat16" if is_coarse else "float32",
+    }
+
+
+class Commits:
+    """Writes versions and states, and acknowledges what they contain; every process calls it in step."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        learner: PolicyAgent,
+        checkpoints: Checkpoints,
+        config: TrainerSettings,
+        *,
+        keeps_refused: bool,
+    ) -> None:
+        """`keeps_refused`: a group that was not trained this time is not dropped, since it is in a replay buffer."""
+        self._ledger = ledger
+        self._learner = learner
+        self._checkpoints = checkpoints
+        self._config = config
+        self._keeps_refused = keeps_refused
+        self._settings = config.saved()
+        self._pending: list[FinishedBatch] = []
+        """Batches that no written state contains, oldest first. In the first process alone."""
+        self._num_versions = 0
+        self._directory: Future[None] | None = None
+        self._writing: Future[None] | None = None
+        """The newest state that is or was written, until it is waited for."""
+        self._written: set[int] = set()
+        """The versions of the last state and of the one that is being written: a restart may need them."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._base_probe: Json | None = None
+        """The probe of version 0, which every version carries; None if this run never had its weights."""
+
+    def start(self, version: int, probe: Json | None) -> None:
+        self._written = {version}
+        self._base_probe = (probe or {}).get("base")
+
+    def probe_base(self, state: State, experiences: Sequence[Experience]) -> None:
+        if experiences and state.progress.policy_version == 0:
+            self._base_probe = probe_of(state.policy, experiences)
+
+    def with_base(self, probe: Json) -> Json:
+        return probe if self._base_probe is None else probe | {"base": self._base_probe}
+
+    def go_back(self, version: int) -> None:
+        self._written = self._written | {version}
+
+    def next_version(self, state: State) -> int:
+        at = state.progress.policy_version
+        return 1 + self._learner.world.from_first(lambda: max(self._ledger.newest_version(), at))
+
+    def commit(
+        self,
+        state: State,
+        claimed: ClaimedBatch,
+        chosen: Selection,
+        metrics: Json,
+        num_steps: int,
+        made: NewVersion,
+    ) -> tuple[Json, State]:
+        """Publish the version; write it, and acknowledge its batch with the state that contains it.
+
+        A version that the publishing gate refused is kept on disk and stored as failed, with the reason.
+        """
+        version, parent, progress = made.version, state.progress.policy_version, state.progress
+        after = dataclasses.replace(
+            state.with_progress(
+                num_batches=progress.num_batches + 1,
+                update_id=self._learner.world.from_first(self._ledger.next_update_id),
+                num_optimizer_steps=progress.num_optimizer_steps + num_steps,
+                policy_version=version,
+                recent_versions=(*progress.recent_versions, version)[-MOST_RECENT_VERSIONS:],
+                num_groups=progress.num_groups + metrics["num_groups"] - len(chosen.refused),
+                num_sessions=progress.num_sessions + metrics["num_sessions"],
+                num_tokens=progress.num_tokens + metrics["tokens"],
+                num_refused_groups=progress.num_refused_groups + len(chosen.refused),
+            ),
+            metrics=metrics | {"policy_version": version},
+        )
+        seconds = 0.0
+        if self._learner.world.is_first:
+            policy = self._published(after, parent, made)
+            seconds = time.monotonic() - made.trained_at
+            finished = FinishedBatch(
+                batch=claimed,
+                update=self._record_of(state, after),
+                policy=policy,
+                refused=self._dropped(claimed, chosen.refused),
+                trained=made.trained,
             )
+            self._pending.append(finished)
+        self._num_versions += 1
+        if self._num_versions >= self._config.checkpoint_every:
+            self._write_behind(after)
+        if self._learner.world.is_first:
+            self._prune({version, parent})
+        return after.metrics | {"publish_seconds": seconds}, after
 
+    def finish_untrained(
+        self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection | None
+    ) -> tuple[Json, State]:
+        reasons = {} if chosen is None else chosen.refused
+        dropped = self._dropped(claimed, reasons)
+        after = state.with_progress(
+            num_batches=state.progress.num_batches + 1,
+            update_id=self._learner.world.from_first(self._ledger.next_update_id),
+            num_refused_groups=state.progress.num_refused_groups + len(dropped),
+        )
+        metrics = metrics | {"policy_version": state.progress.policy_version, "num_refused_groups": len(reasons)}
+        after = dataclasses.replace(after, metrics=metrics)
+        if self._learner.world.is_first:
+            record = self._record_of(state, after)
+            # No checkpoint holds what this batch did to the buffer and to the window, so the ledger does.
+            finished = FinishedBatch(batch=claimed, update=record, refused=dropped, state=after.beside_checkpoint())
+            self._pending.append(finished)
+            self.settle()
+        return metrics, after
 
-def _changes(saved: Json, settings: TrainerSettings) -> list[tuple[str, Any, Any]]:
-    now = settings.saved()
-    return [(name, before, now[name]) for name, before in saved.items() if name in now and now[name] != before]
+    def settle(self) -> None:
+        """Acknowledge what can be acknowledged now; raise what went wrong in the thread."""
+        if not self._learner.world.is_first:
+            return
+        if self._directory is not None and self._directory.done():
+            self._wait_for_directory()
+        if self._writing is not None and self._writing.done():
+            self._wait()
+        if self._writing is None and self._num_versions == 0 and (batches := self._take()):
+            self._ledger.ack(batches)
+
+    def finish_writing(self) -> None:
+        self._wait_for_directory()
+        self._wait()
+
+    def flush(self, state: State) -> None:
+        """Acknowledge everything, after a state that contains it."""
+        self.finish_writing()
+        if self._num_versions:
+            self._write_behind(state)
+        self.finish_writing()
+        self.settle()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _published(self, after: State, parent: int, made: NewVersion) -> PolicyVersion:
+        """Publish the version, and write its directory: before that, or behind it where engines need none."""
+        self._wait_for_directory()  # one at a time: of the versions in memory only the newest is not on disk
+        policy = PolicyVersion(
+            version=made.version,
+            policy_id=self._ledger.policy_id,
+            path=str(self._checkpoints.policy_directory(made.version).resolve()),
+            kind=self._config.kind,
+            update_id=after.progress.update_id,
+            metrics=after.metrics,
+            error=None if made.refusal is None else f"{stored_versions.REFUSED_BY_GATE}: {made.refusal}",
+        )
+        if made.is_held:
+            self._ledger.publish(policy, after.progress.recent_versions)
+            self._directory = self._thread.submit(self._write_directory, policy, after, parent, made)
+        else:
+            self._write_directory(policy, after, parent, made)
+        return policy
+
+    def _write_directory(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
+        model, spec = after.policy, after.policy.spec
+        manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": made.probe}
+        path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
+        written = dataclasses.replace(policy, weights_digest=weights_digest(path))
+        self._ledger.publish(written, after.progress.recent_versions)
+        log.debug("version %d is on disk %.2f s after its training", made.version, time.monotonic() - made.trained_at)
+
+    def _write_behind(self, state: State) -> None:
+        """Copy the state, and write it in the thread. One state is written at a time."""
+        self._wait()
+        version = state.progress.policy_version
+        self._written = self._written | {version}
+        values, tensors = state.values() | {"settings": self._settings}, copied(state.tensors())
+        batches, self._num_versions = self._take(), 0
+        self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches, self._directory)
+
+    def _write_and_ack(
+        self,
+        version: int,
+        values: dict[str, Any],
+        tensors: dict[str, Any],
+        batches: list[FinishedBatch],
+        directory: Future[None] | None,
+    ) -> None:
+        """Write a state, then acknowledge the batches in it; nothing where the version's directory was not written."""
+        if directory is not None:
+            directory.result()
+        self._checkpoints.write_state(version, values, tensors, self._learner.world.background_group)
+        if batches:
+            self._ledger.ack(batches)
+        self._written = {version}
+
+    def _take(self) -> list[FinishedBatch]:
+        taken, self._pending = self._pending, []
+        return taken
+
+    def _wait_for_directory(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.result()
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _prune(self, versions: set[int]) -> None:
+        every = self._config.keep_every
+        kept = set() if every is None else {one for one in self._checkpoints.versions() if one % every == 0}
+        kept |= self._ledger.best_versions(self._config.keep_best)
+        self._checkpoints.prune(versions | kept | self._written | self._ledger.versions_in_use())
+
+    def _dropped(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
+        keys = set() if self._keeps_refused else claimed.group_keys
+        return {group: reason for group, reason in reasons.items() if group in keys}
+
+    def _record_of(self, before: State, after: State) -> UpdateRecord:
+        progress, was = after.progress, before.progress
+        return UpdateRecord(
+            update_id=progress.update_id,
+            policy_id=self._ledger.policy_id,
+            trainer_id=self._config.trainer_id,
+            policy_version=progress.policy_version,
+            num_groups=progress.num_groups - was.num_groups,
+            num_sessions=progress.num_sessions - was.num_sessions,
+            num_tokens=progress.num_tokens - was.num_tokens,
+            metrics=after.metrics,
+        )

@@ -96,7 +96,7 @@ def _divided(
 SHOWN_LOGGERS = {
     "proxy": ("proxy.reload.arms", "proxy.reload.driver"),
     "trainer": tuple(
-        f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.state")
+        f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.starts")
     ),
 }
 """The loggers whose lines the terminal shows; warnings and errors of all are shown."""

@@ -1,0 +1,180 @@
+"""The states that training starts from: of a new run, of a restart, or of an older version after a rollback or a pin.
+
+A checkpoint holds the settings that it was trained under. Most may change on a restart, and are logged; a few are
+refused. The optimizer's settings are the current ones, never those of its saved state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from trainer.claims.claims import Rewind
+from trainer.claims.ledger import Ledger, RunProgress
+from trainer.model.agent import PolicyAgent
+from trainer.publish.checkpoint import Checkpoints
+from trainer.settings import TrainerSettings
+from trainer.versions.state import State, make_scheduler, set_position
+from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.types import Json, PolicyKind, PolicyVersion
+
+log = logging.getLogger(__name__)
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[Parameter]], torch.optim.Optimizer]
+FIXED = ("kind",)
+FIXED_FOR_LORA = ("model", "lora_rank", "lora_targets")
+
+
+class States:
+    """Makes states; every process calls it in step."""
+
+    def __init__(
+        self, learner: PolicyAgent, checkpoints: Checkpoints, optimizer: OptimizerLike, config: TrainerSettings
+    ) -> None:
+        self._learner = learner
+        self._checkpoints = checkpoints
+        self._optimizer = optimizer
+        self._config = config
+        self.first: PolicyVersion | None = None
+        """The adapter that the policy started from; None for the base model. `setup` sets it."""
+
+    @property
+    def first_version(self) -> int:
+        """The version that a new run starts from; its state needs no checkpoint."""
+        return 0 if self.first is None else self.first.version
+
+    def policy_directory(self, version: int) -> Path:
+        if self.first is not None and version == self.first.version:
+            return Path(self.first.path)
+        return self._checkpoints.policy_directory(version)
+
+    def of_version(self, version: int | None, seed: int, *, reports_changes: bool = False) -> State:
+        """Return the state of a published version, under the current settings; None is that of a new run.
+
+        Raises:
+            BadCheckpoint: Its state is not on disk, or does not fit the model.
+            SettingsError: A setting changed that cannot change within a run.
+        """
+        if version is None or version == self.first_version:
+            return self._first(seed)
+        saved = self._read(version)
+        check_resumable(saved.get("settings", {}), self._config)
+        if reports_changes and self._learner.world.is_first:
+            for name, before, now in _changes(saved.get("settings", {}), self._config):
+                log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
+        group = self._learner.world.control_group
+        return self._new(seed, with_weights=False).restored(
+            saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, group)
+        )
+
+    def rewound(self, state: State, to: Rewind) -> State:
+        """Return the state to go on from an older version's weights; the counts of the run go on.
+
+        Without a state of that very version, the newest state before it is taken.
+        """
+        known = [version for version in state.progress.recent_versions if version < to.version]
+        version = self._learner.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
+        try:
+            older = self.of_version(version, self._config.seed)
+        except BadCheckpoint as error:
+            log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
+            return state.with_progress(rewound_to=to.version)
+        log.warning("%s: going back to version %d from version %d", to.reason, version, state.progress.policy_version)
+        progress = dataclasses.replace(
+            state.progress,
+            policy_version=version,
+            recent_versions=older.progress.recent_versions,
+            rewound_to=to.version,
+        )
+        set_position(older.scheduler, progress.num_optimizer_steps)
+        return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
+
+    def with_missed(self, state: State, ledger: Ledger) -> State:
+        """Return the state with the batches after it that made no version.
+
+        They leave no checkpoint, so the ledger has them.
+        """
+        missed = self._learner.world.from_first(lambda: ledger.updates_after(state.progress.update_id))
+        if missed:
+            num_batches = state.progress.num_batches + len(missed)
+            state = state.with_progress(num_batches=num_batches, update_id=missed[-1].update_id)
+        kept = self._learner.world.from_first(ledger.kept_state)
+        return state if kept is None else state.with_batches(kept)
+
+    def moments_bytes(self) -> int:
+        on_device = self._config.optimizer_state == "device"
+        return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
+
+    def _first(self, seed: int) -> State:
+        state = self._new(seed)
+        if self.first is None:
+            return state
+        return state.with_progress(policy_version=self.first.version, recent_versions=(self.first.version,))
+
+    def _new(self, seed: int, *, with_weights: bool = True) -> State:
+        """Return the state of a new run, unless a saved state replaces its weights, and a fresh optimizer.
+
+        A new run starts from the base model or from an adapter, which is the reference of the whole run.
+        """
+        self._learner.load(seed, with_weights=with_weights)
+        if self.first is not None and (with_weights or self._learner.algorithm.needs_reference):
+            self._learner.policy.load_adapter(Path(self.first.path))
+            adapter = self._learner.policy.adapter
+            self._learner.start = None if adapter is None else adapter.copied()
+        optimizer = self._new_optimizer(self._learner.policy.parameters())
+        critic = self._learner.critic
+        if critic is not None:
+            rate = self._learner.algorithm.critic_rate or 10 * self._config.learning_rate
+            critic.bind(self._new_optimizer(critic.parameters()), rate)
+        return State(
+            progress=RunProgress(seed=seed),
+            policy=self._learner.policy,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, self._config),
+            critic=critic,
+            adapter=self._learner.policy.adapter,
+        )
+
+    def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
+        if isinstance(self._optimizer, torch.optim.Optimizer):
+            known = {key: value for key, value in self._optimizer.defaults.items() if key != "decoupled_weight_decay"}
+            return type(self._optimizer)(parameters, **known)
+        return self._optimizer(parameters)
+
+    def _read(self, version: int) -> dict[str, Any]:
+        def read() -> dict[str, Any] | BadCheckpoint:
+            try:
+                return self._checkpoints.read_state(version)
+            except BadCheckpoint as error:
+                return error
+
+        found = self._learner.world.from_first(read)
+        if isinstance(found, BadCheckpoint):
+            raise found
+        return found
+
+    def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
+        held = [one for one in known if one == self.first_version or self._checkpoints.has_state(one)]
+        return max(held, default=otherwise)
+
+
+def check_resumable(saved: Json, settings: TrainerSettings) -> None:
+    """Check that the weights of a checkpoint can be trained on under these settings."""
+    fixed = FIXED + (FIXED_FOR_LORA if settings.kind is PolicyKind.LORA else ())
+    for name, before, now in _changes(saved, settings):
+        if name in fixed:
+            raise SettingsError(
+                f"{name} was {before!r} and is {now!r} now, but a run cannot change it: set it back to {before!r}, or "
+                "start a new run with another database and policies_dir"
+            )
+
+
+def _changes(saved: Json, settings: TrainerSettings) -> list[tuple[str, Any, Any]]:
+    now = settings.saved()
+    return [(name, before, now[name]) for name, before in saved.items() if name in now and now[name] != before]
