@@ -10,7 +10,7 @@ tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -81,9 +81,7 @@ def selected_logprobs(
 
     Both are float32. Without `processing`, logits are only scaled.
     """
-    found = _FromLogits.apply(logits_UV, which, target, temperature_U, processing)  # type: ignore[no-untyped-call]
-    logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
-    return logprobs, entropy_U[which]
+    return _of_tokens(logits_UV, None, which, target, temperature_U, processing)
 
 
 def linear_logprobs(
@@ -94,77 +92,42 @@ def linear_logprobs(
     temperature_U: Tensor,
     processing: Processing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    found = _FromHidden.apply(hidden_UH, weight_VH, which, target, temperature_U, processing)  # type: ignore[no-untyped-call]
+    return _of_tokens(hidden_UH, weight_VH, which, target, temperature_U, processing)
+
+
+def _of_tokens(given: Tensor, weight_VH: Tensor | None, which: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    found = _Logprobs.apply(given, weight_VH, which, *others)  # type: ignore[no-untyped-call]
     logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
     return logprobs, entropy_U[which]
 
 
-class _FromLogits(torch.autograd.Function):
-    """Log-softmax, gather and entropy in one.
+class _Logprobs(torch.autograd.Function):
+    """Log-softmax, gather and entropy in one, with the output layer inside where its weight is given.
 
-    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ, both by processed logits z.
+    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ, both by processed logits z. With a
+    weight, logits z = h Wᵀ exist for one chunk at a time.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits_UV: Tensor,
+        given: Tensor,  # hidden states [U, H], or without a weight logits [U, V]
+        weight_VH: Tensor | None,
         which: Tensor,
         target: Tensor,
         temperature_U: Tensor,
         processing: Processing | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks = ((chunk, logits_UV[chunk]) for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device))
-        selected, normaliser_U, entropy_U = _computed(chunks, which, target, temperature_U, processing)
+        normaliser_U = torch.empty(len(given), dtype=torch.float32, device=which.device)
+        entropy_U, selected = torch.empty_like(normaliser_U), normaliser_U.new_zeros(len(which))
+        for chunk in _chunks(given, weight_VH):
+            scaled_CV, _ = _scaled(_logits(given[chunk], weight_VH), temperature_U, processing, chunk)
+            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
+            entropy_U[chunk] = _entropy(log_p_CV, processing)
+            place, inside = _places_in(chunk, which)
+            selected = torch.where(inside, log_p_CV[place, target], selected)
         ctx.processing = processing
-        ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
-        ctx.set_materialize_grads(value=False)
-        return selected, entropy_U
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_selected: Tensor | None, grad_entropy_U: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        logits_UV, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
-        grad_selected = _gradient_or_zeros(grad_selected, which)
-        gradient_UV = torch.empty_like(logits_UV)
-        pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
-        for chunk in _chunks(len(logits_UV), logits_UV.shape[1], logits_UV.device):
-            scaled_CV, scales = _scaled(logits_UV[chunk], temperature_U, ctx.processing, chunk)
-            log_p_CV = scaled_CV - normaliser_U[chunk, None]
-            gradient_CV = _softmax_gradient(
-                log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
-            )
-            if ctx.processing is not None:
-                place, inside = _places_in(chunk, which)
-                gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
-                pull_back(gradient_CV, scales)
-            gradient_UV[chunk] = (gradient_CV / temperature_U[chunk, None]).to(gradient_UV.dtype)
-        if ctx.processing is None:
-            own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
-            gradient_UV.index_put_((which, target), own, accumulate=True)
-        return gradient_UV, None, None, None, None
-
-
-class _FromHidden(torch.autograd.Function):
-    """As `_FromLogits`, with the output layer inside: logits z = h Wᵀ exist for one chunk at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_UH: Tensor,
-        weight_VH: Tensor,
-        which: Tensor,
-        target: Tensor,
-        temperature_U: Tensor,
-        processing: Processing | None,
-    ) -> tuple[Tensor, Tensor]:
-        chunked = _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device)
-        chunks = ((chunk, hidden_UH[chunk] @ weight_VH.T) for chunk in chunked)
-        selected, normaliser_U, entropy_U = _computed(chunks, which, target, temperature_U, processing)
-        ctx.processing = processing
-        ctx.save_for_backward(hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
+        ctx.save_for_backward(given, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
         ctx.set_materialize_grads(value=False)
         return selected, entropy_U
 
@@ -173,51 +136,38 @@ class _FromHidden(torch.autograd.Function):
     def backward(
         ctx: Any, grad_selected: Tensor | None, grad_entropy_U: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
-        grad_selected = _gradient_or_zeros(grad_selected, which)
-        grad_hidden_UH = torch.empty_like(hidden_UH)
+        given, weight_VH, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
+        if grad_selected is None:
+            grad_selected = torch.zeros(len(which), device=which.device)
+        gradient = torch.empty_like(given)
         # Summed in float32: many small chunks would lose their sum in bfloat16.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        # The targets' own part of the logits' gradient is added at once, if no processor changes it chunk by chunk.
+        is_direct = weight_VH is None and ctx.processing is None
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
-        for chunk in _chunks(len(hidden_UH), len(weight_VH), hidden_UH.device):
-            scaled_CV, scales = _scaled(hidden_UH[chunk] @ weight_VH.T, temperature_U, ctx.processing, chunk)
+        for chunk in _chunks(given, weight_VH):
+            scaled_CV, scales = _scaled(_logits(given[chunk], weight_VH), temperature_U, ctx.processing, chunk)
             log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
             gradient_CV = _softmax_gradient(
                 log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
             )
-            place, inside = _places_in(chunk, which)
-            gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
-            if scales:
-                pull_back(gradient_CV, scales)
-            gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(hidden_UH.dtype)
-            grad_hidden_UH[chunk] = gradient_CV @ weight_VH
+            if not is_direct:
+                place, inside = _places_in(chunk, which)
+                gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
+            pull_back(gradient_CV, scales)
+            gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(given.dtype)
+            gradient[chunk] = gradient_CV if weight_VH is None else gradient_CV @ weight_VH
             if grad_weight_VH is not None:
-                grad_weight_VH += gradient_CV.T @ hidden_UH[chunk]
+                grad_weight_VH += gradient_CV.T @ given[chunk]
+        if is_direct:
+            own = (grad_selected / temperature_U[which]).to(given.dtype)
+            gradient.index_put_((which, target), own, accumulate=True)
         weight_gradient = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_UH, weight_gradient, None, None, None, None
+        return gradient, weight_gradient, None, None, None, None
 
 
-def _computed(
-    chunks: Iterable[tuple[slice, Tensor]],
-    which: Tensor,
-    target: Tensor,
-    temperature_U: Tensor,
-    processing: Processing | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return from the logits of all chunks the logprob of each target, [m], and log Σ exp and entropy, both [U]."""
-    normaliser_U = torch.empty(len(temperature_U), dtype=torch.float32, device=which.device)
-    entropy_U, selected = torch.empty_like(normaliser_U), normaliser_U.new_zeros(len(which))
-    for chunk, logits_CV in chunks:
-        scaled_CV, _ = _scaled(logits_CV, temperature_U, processing, chunk)
-        log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
-        entropy_U[chunk] = _entropy(log_p_CV, processing)
-        place, inside = _places_in(chunk, which)
-        selected = torch.where(inside, log_p_CV[place, target], selected)
-    return selected, normaliser_U, entropy_U
-
-
-def _gradient_or_zeros(gradient: Tensor | None, which: Tensor) -> Tensor:
-    return torch.zeros(len(which), device=which.device) if gradient is None else gradient
+def _logits(given: Tensor, weight_VH: Tensor | None) -> Tensor:
+    return given if weight_VH is None else given @ weight_VH.T
 
 
 def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,7 +223,8 @@ def _softmax_gradient(
     return gradient_CV
 
 
-def _chunks(num_rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    size = max(1, LOGITS_IN_CHUNK.get(device.type, LOGITS_IN_CHUNK["cpu"]) // vocabulary)
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))
+def _chunks(given: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
+    vocabulary = given.shape[1] if weight_VH is None else len(weight_VH)
+    size = max(1, LOGITS_IN_CHUNK.get(given.device.type, LOGITS_IN_CHUNK["cpu"]) // vocabulary)
+    for start in range(0, len(given), size):
+        yield slice(start, min(start + size, len(given)))
