@@ -132,7 +132,7 @@ class Policies:
     def _training(self, policy: NamedPolicy | None) -> Training:
         settings = settings_of(self._settings, policy)
         parts = make_parts(settings, policy, self._shared, has_buffer=settings.workflow == "off_policy")
-        training = Training(parts, settings)
+        training = Training(*parts, settings=settings)
         if settings.multi_devices and policy is None:
             training.divide()
         if settings.compile:

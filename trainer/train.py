@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import time
@@ -64,16 +65,8 @@ class Shared:
     stopped: StopFlag
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a training; nothing is loaded yet."""
-
-    claims: Claims
-    learner: PolicyAgent
-    optimizer: OptimizerLike
-    evaluator: Evaluator | None
-    buffer: ReplayBuffer | None = None
-    """Claimed groups go into it, and batches are sampled from it; None trains the claimed groups themselves."""
+Parts = tuple[Claims, PolicyAgent, OptimizerLike, Evaluator, *tuple[ReplayBuffer, ...]]
+"""The parts of a training, in the order in which a workflow takes them; nothing is loaded yet."""
 
 
 def make_parts(
@@ -93,29 +86,35 @@ def make_parts(
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
     reference = Policy(settings) if needs_reference else None
     critic = Critic(model) if settings.algorithm.needs_values else None
-    return Parts(
-        claims=claims,
-        learner=PolicyAgent(model, settings, reference, critic),
-        optimizer=lambda parameters: make_optimizer(parameters, settings),
-        evaluator=Evaluator(claims, settings),
-        buffer=ReplayBuffer(claims, settings) if has_buffer else None,
-    )
+    learner = PolicyAgent(model, settings, reference, critic)
+    buffers = [ReplayBuffer(claims, settings)] if has_buffer else []
+    return claims, learner, functools.partial(make_optimizer, rule=settings), Evaluator(claims, settings), *buffers
 
 
 class Training:
     """One policy's training: its parts, and the loop over `step`."""
 
-    def __init__(self, parts: Parts, settings: TrainerSettings) -> None:
-        learner, is_sample = parts.learner, parts.buffer is not None
-        self.claims = parts.claims
+    def __init__(
+        self,
+        claims: Claims,
+        learner: PolicyAgent,
+        optimizer: OptimizerLike,
+        evaluator: Evaluator | None,
+        buffer: ReplayBuffer | None = None,
+        *,
+        settings: TrainerSettings,
+    ) -> None:
+        """Put claimed groups into the buffer, and sample batches from it; None trains the claimed groups themselves."""
+        is_sample = buffer is not None
+        self.claims = claims
         self.learner = learner
-        self.optimizer = parts.optimizer
-        self.evaluator = parts.evaluator
-        self.buffer = parts.buffer
+        self.optimizer = optimizer
+        self.evaluator = evaluator
+        self.buffer = buffer
         self.settings = settings
         self.recorder = ChainRecorder([JsonLines(settings.policies_dir / "trainer.jsonl")])
         self.checkpoints = Checkpoints(settings.policies_dir, keep=settings.keep_versions)
-        self.states = States(learner, self.checkpoints, parts.optimizer, settings)
+        self.states = States(learner, self.checkpoints, optimizer, settings)
         gap_check = GapCheck(learner, self.checkpoints, settings)
         self.updates = Updates(self.claims, learner, gap_check, settings, is_sample=is_sample)
         self.gate = Gate(self.claims.regression_set, learner, settings) if settings.gate_sessions else None

@@ -5,8 +5,7 @@ The environment is the claims of a ledger, and the agent is the policy with its 
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from trainer.claims.claims import Claims
@@ -14,13 +13,13 @@ from trainer.evaluate import Evaluator
 from trainer.model.agent import PolicyAgent
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
-from trainer.train import Parts, Training, make_parts
+from trainer.train import Training, make_parts
 from trainer.versions.starts import OptimizerLike
 
 Config = TrainerSettings | Mapping[str, Any]
 
 
-class RLWorkflow(Training, abc.ABC):
+class RLWorkflow(Training):
     """What every workflow is: five parts, a `State`, and the loop over `step`."""
 
     has_buffer = False
@@ -33,16 +32,13 @@ class RLWorkflow(Training, abc.ABC):
     @classmethod
     def build_from_config(cls, config: Config, enable_multi_devices: bool = False, enable_jit: bool = True) -> Self:
         settings = as_settings(config)
-        workflow = cls._of(make_parts(settings, has_buffer=cls.has_buffer), settings)
+        make: Callable[..., Self] = cls
+        workflow = make(*make_parts(settings, has_buffer=cls.has_buffer), settings)
         if enable_multi_devices:
             workflow.enable_multi_devices()
         if enable_jit:
             workflow.enable_jit()
         return workflow
-
-    @classmethod
-    @abc.abstractmethod
-    def _of(cls, parts: Parts, settings: TrainerSettings) -> Self: ...
 
     @property
     def env(self) -> Claims:
@@ -75,12 +71,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def __init__(
         self, env: Claims, agent: PolicyAgent, optimizer: OptimizerLike, evaluator: Evaluator | None, config: Config
     ) -> None:
-        parts = Parts(claims=env, learner=agent, optimizer=optimizer, evaluator=evaluator)
-        super().__init__(parts, as_settings(config))
-
-    @classmethod
-    def _of(cls, parts: Parts, settings: TrainerSettings) -> Self:
-        return cls(parts.claims, parts.learner, parts.optimizer, parts.evaluator, settings)
+        super().__init__(env, agent, optimizer, evaluator, settings=as_settings(config))
 
 
 class OffPolicyWorkflow(RLWorkflow):
@@ -97,14 +88,8 @@ class OffPolicyWorkflow(RLWorkflow):
         replay_buffer: ReplayBuffer,
         config: Config,
     ) -> None:
-        parts = Parts(claims=env, learner=agent, optimizer=optimizer, evaluator=evaluator, buffer=replay_buffer)
-        super().__init__(parts, as_settings(config))
+        super().__init__(env, agent, optimizer, evaluator, replay_buffer, settings=as_settings(config))
         self.replay_buffer = replay_buffer
-
-    @classmethod
-    def _of(cls, parts: Parts, settings: TrainerSettings) -> Self:
-        assert parts.buffer is not None, "an off-policy workflow is made with a buffer"
-        return cls(parts.claims, parts.learner, parts.optimizer, parts.evaluator, parts.buffer, settings)
 
 
 def as_settings(config: Config) -> TrainerSettings:
