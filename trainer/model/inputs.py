@@ -84,78 +84,56 @@ def row_inputs(
     row; None for all of it. Without `shares` the model cannot compute a forest as one sequence, so nothing is shared in
     the row.
     """
-    layout, predictor, routing, share = row.layout, row.predictor, row.routing, None
-    if part is None and not (shares or layout.is_one_sequence):
-        return _in_lanes(row, temperature, target, processors, device)
-    tokens, positions = layout.tokens.astype(np.int64), layout.positions
-    if part is None:
-        mask = None if layout.is_one_sequence else _mask(layout, attention, device)
-    else:
-        mask = part.mask(attention, device)
+    layout, predictor, mask, share = row.layout, row.predictor, None, None
+    lane, column, positions = np.zeros_like(layout.positions), np.arange(len(layout.tokens)), layout.positions
+    is_in_lanes = part is None and not (shares or layout.is_one_sequence)
+    if part is not None:
+        mask, column, positions = part.mask(attention, device), column - part.start, part.padded(positions, 0)
         own = np.flatnonzero((predictor >= part.start) & (predictor < part.stop))
         share = Share(on_device(torch.from_numpy(own), device), len(predictor), part.group)
-        predictor, temperature, target = predictor[own] - part.start, temperature[own], target[own]
+        predictor, temperature, target = predictor[own], temperature[own], target[own]
         processors = None if processors is None else processors.of(own)
-        tokens, positions = part.padded(tokens, 0), part.padded(positions, 0)
-        routing = None if routing is None else part.padded(routing, -1)
+    elif is_in_lanes:  # each chain is a sequence of its own
+        column, lane = layout.positions, np.cumsum(layout.positions == 0) - 1
+        positions = np.tile(np.arange(column.max() + 1), (lane[-1] + 1, 1))
+    elif not layout.is_one_sequence:
+        mask = _mask(layout, attention, device)
+
+    def placed(values: npt.NDArray[np.int64], fill: int) -> Tensor:
+        if is_in_lanes:
+            grid = np.full((*positions.shape, *values.shape[1:]), fill, np.int64)
+            grid[lane, column] = values
+        else:
+            grid = (values if part is None else part.padded(values, fill))[None]
+        return on_device(torch.from_numpy(grid), device)
+
     # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
-    distinct, which, processing = _distinct([torch.from_numpy(predictor), temperature], processors, device)
+    places = [torch.from_numpy(of[predictor]) for of in (lane, column)]
+    distinct, which = _distinct([*places, temperature], processors)
+    keep, kept = distinct[1].long(), None
+    if is_in_lanes:
+        keep, of_columns = torch.unique(keep, return_inverse=True)
+        kept = on_device(distinct[0].long() * len(keep) + of_columns, device)
     return RowInputs(
-        tokens=on_device(torch.from_numpy(tokens)[None], device),
-        positions=on_device(torch.from_numpy(positions)[None], device),
+        tokens=placed(layout.tokens.astype(np.int64), 0),
+        positions=on_device(torch.from_numpy(positions if is_in_lanes else positions[None]), device),
         mask=mask,
-        keep=on_device(distinct[0].long(), device),
-        which=on_device(which, device),
-        target=on_device(target.long(), device),
-        temperature=on_device(distinct[1].float(), device),
-        processing=processing,
-        routing=None if routing is None else on_device(torch.from_numpy(routing), device),
-        share=share,
-    )
-
-
-def _distinct(
-    columns: Sequence[Tensor], processors: RowProcessors | None, device: torch.device
-) -> tuple[Tensor, Tensor, Processing | None]:
-    """Return the distinct columns, which of them is each token's, and what is applied to their logits.
-
-    A processed token has one of its own, because no other has its history.
-    """
-    keyed = columns if processors is None else [*columns, processors.key]
-    distinct, which = torch.unique(torch.stack([column.double() for column in keyed]), dim=1, return_inverse=True)
-    processing = None
-    if processors is not None:
-        processing = processors.placed(which, lambda tensor: on_device(tensor, device))
-    return distinct, which, processing
-
-
-def _in_lanes(
-    row: Row, temperature: Tensor, target: Tensor, processors: RowProcessors | None, device: torch.device
-) -> RowInputs:
-    column = row.layout.positions
-    lane = np.cumsum(column == 0) - 1
-    shape = (int(lane[-1]) + 1, int(column.max()) + 1)
-
-    def padded(values: npt.NDArray[np.int64], fill: int) -> Tensor:
-        grid = np.full((*shape, *values.shape[1:]), fill, np.int64)
-        grid[lane, column] = values
-        return torch.from_numpy(grid)
-
-    places = [torch.from_numpy(of[row.predictor]) for of in (lane, column)]
-    distinct, which, processing = _distinct([*places, temperature], processors, device)
-    keep, of_columns = torch.unique(distinct[1].long(), return_inverse=True)
-    return RowInputs(
-        tokens=on_device(padded(row.layout.tokens.astype(np.int64), 0), device),
-        positions=on_device(torch.arange(shape[1]).expand(shape).contiguous(), device),
-        mask=None,
         keep=on_device(keep, device),
         which=on_device(which, device),
         target=on_device(target.long(), device),
         temperature=on_device(distinct[2].float(), device),
-        processing=processing,
-        routing=None if row.routing is None else on_device(padded(row.routing, -1).flatten(0, 1), device),
-        kept=on_device(distinct[0].long() * len(keep) + of_columns, device),
+        processing=None if processors is None else processors.placed(which, lambda tensor: on_device(tensor, device)),
+        routing=None if row.routing is None else placed(row.routing, -1).flatten(0, 1),
+        share=share,
+        kept=kept,
     )
+
+
+def _distinct(columns: Sequence[Tensor], processors: RowProcessors | None) -> tuple[Tensor, Tensor]:
+    """Return the distinct columns, and which is each token's; one of its own for a processed token, for its history."""
+    keyed = columns if processors is None else [*columns, processors.key]
+    distinct, which = torch.unique(torch.stack([column.double() for column in keyed]), dim=1, return_inverse=True)
+    return distinct, which
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
