@@ -65,99 +65,85 @@ class RowProcessors:
         tokens = np.flatnonzero(self.turn >= 0)
         predictor = which.numpy()[tokens]
         tokens, predictor = tokens[np.argsort(predictor)], np.sort(predictor)
-        turns = [_on_device(turn, to_device) for turn in self.turns]
         breaks = np.flatnonzero((np.diff(predictor) != 1) | (np.diff(self.turn[tokens]) != 0)) + 1
         return Processing(
             [
-                _Run(int(predictor[run[0]]), turns[self.turn[tokens[run[0]]]], self.place[tokens[run]], to_device)
+                _Run(int(predictor[run[0]]), self.turns[self.turn[tokens[run[0]]]], self.place[tokens[run]], to_device)
                 for run in np.split(np.arange(len(tokens)), breaks)
                 if len(run)
             ]
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _TurnTensors:
-    """A turn's own ids on the device."""
-
-    processors: TurnProcessors
-    grammar: Tensor | None
-    allowed: Tensor | None
-    bias: tuple[Tensor, Tensor] | None
-    ids: Tensor
-    """The distinct ids of prompt and sampled tokens. [D]"""
-    in_prompt: Tensor
-    """[D]"""
-    sampled: Tensor
-    """Index in `ids` of each sampled token. [R]"""
-
-
-def _on_device(turn: SampledTurn, to_device: ToDevice) -> _TurnTensors:
-    of = turn.processors
-    prompt = turn.prompt if of.repetition != 1 else turn.prompt[:0]
-    before = turn.sampled[:-1] if of.has_penalties else turn.sampled[:0]
-    ids, index = np.unique(np.concatenate([prompt, before]), return_inverse=True)
-    in_prompt = np.zeros(len(ids), np.bool_)
-    in_prompt[index[: len(prompt)]] = True
-
-    def moved(values: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(values)))
-
-    return _TurnTensors(
-        processors=of,
-        grammar=None if of.grammar is None else moved(of.grammar.words),
-        allowed=None if of.allowed is None else moved(of.allowed),
-        bias=None if of.bias is None else (moved(of.bias[0]), moved(of.bias[1])),
-        ids=moved(ids.astype(np.int64)),
-        in_prompt=moved(in_prompt),
-        sampled=moved(index[len(prompt) :].astype(np.int64)),
-    )
-
-
 class _Run:
-    """Successive predictors of tokens of one turn."""
+    """Successive predictors of tokens of one turn, with what is applied to them on the device."""
 
-    def __init__(self, start: int, turn: _TurnTensors, places: Indices, to_device: ToDevice) -> None:
-        self.start = start
-        self.turn = turn
-        self._host_places = places
-        self._places = to_device(torch.from_numpy(places))
-        of = turn.processors
+    def __init__(self, start: int, turn: SampledTurn, places: Indices, to_device: ToDevice) -> None:
+        def moved(values: np.ndarray) -> Tensor:
+            return to_device(torch.from_numpy(np.ascontiguousarray(values)))
+
+        of = self._processors = turn.processors
+        self.start, self.stop = start, start + len(places)
+        self._moved = moved
+        self._places = moved(places)
+        self._grammar = None if of.grammar is None else (moved(of.grammar.words), moved(of.grammar.index[places]))
+        self._allowed = None if of.allowed is None else moved(of.allowed)
         self._forbidden = None if of.forbidden is None else _of_places(*of.forbidden, places)
+        self._bias = None if of.bias is None else (moved(of.bias[0]), moved(of.bias[1]))
         self._support = None
         if of.support is not None:
             ids, starts = of.support
             self._support = _of_places(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), ids, places)
-        self._masks = None if of.grammar is None else to_device(torch.from_numpy(of.grammar.index[places]))
-        self._to_device = to_device
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self._host_places)
+        prompt = turn.prompt if of.repetition != 1 else turn.prompt[:0]
+        before = turn.sampled[:-1] if of.has_penalties else turn.sampled[:0]
+        distinct, index = np.unique(np.concatenate([prompt, before]), return_inverse=True)
+        self._ids = moved(distinct.astype(np.int64))
+        """The distinct ids of prompt and sampled tokens. [D]"""
+        self._in_prompt = moved(np.isin(np.arange(len(distinct)), index[: len(prompt)]))
+        self._sampled = moved(index[len(prompt) :].astype(np.int64))
+        """Index in these ids of each sampled token but the last. [R - 1]"""
 
     def apply(self, logits_cV: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
         """Change the logits of the run's predictors from `first` on in place; return ids and derivative of a scale."""
-        of, inside, found = self.turn, slice(first, first + len(logits_cV)), None
-        if of.grammar is not None and self._masks is not None:
-            constrain(logits_cV, of.grammar[self._masks[inside]])
-        if of.allowed is not None:
-            allow(logits_cV, of.allowed)
+        inside, found = slice(first, first + len(logits_cV)), None
+        if self._grammar is not None:
+            words, masks = self._grammar
+            constrain(logits_cV, words[masks[inside]])
+        if self._allowed is not None:
+            allow(logits_cV, self._allowed)
         if self._forbidden is not None:
             forbid(logits_cV, *self._flat(self._forbidden, inside))
-        if of.bias is not None:
-            add_bias(logits_cV, *of.bias)
-        if of.processors.has_penalties:
-            found = penalise(logits_cV, of, self._places[inside])
+        if self._bias is not None:
+            add_bias(logits_cV, *self._bias)
+        if self._processors.has_penalties:
+            found = self._penalise(logits_cV, self._places[inside])
         if self._support is not None:
             truncate(logits_cV, *self._flat(self._support, inside))
         return found
 
+    def _penalise(self, logits_cV: Tensor, places: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Apply the penalties of what stands before each token; return ids and derivative, where it is not 1.
+
+        Repetition divides a positive logit, and multiplies another, of any id in prompt or reply; frequency and
+        presence are subtracted for the reply's own (vllm/model_executor/layers/utils.py: apply_penalties).
+        """
+        of, (size, length) = self._processors, (len(places), len(self._sampled))
+        is_before = torch.arange(length, device=places.device) < places[:, None]
+        counts_cD = logits_cV.new_zeros(size, len(self._ids))
+        counts_cD.scatter_add_(1, self._sampled.expand(size, length), is_before.to(counts_cD.dtype))
+        logits_cD, scale_cD = logits_cV[:, self._ids], None
+        if of.repetition != 1:
+            is_seen = (counts_cD > 0) | self._in_prompt
+            scale_cD = torch.where(is_seen, torch.where(logits_cD > 0, 1 / of.repetition, of.repetition), 1.0)
+            logits_cD = logits_cD * scale_cD
+        logits_cD = logits_cD - of.frequency * counts_cD - of.presence * (counts_cD > 0)
+        logits_cV[:, self._ids] = logits_cD
+        return None if scale_cD is None else (self._ids, scale_cD)
+
     def _flat(self, pairs: tuple[Indices, Indices], inside: slice) -> tuple[Tensor, Tensor]:
         rows, ids = pairs
         start, stop = np.searchsorted(rows, [inside.start, inside.stop])
-        return tuple(
-            self._to_device(torch.from_numpy(each)) for each in (rows[start:stop] - inside.start, ids[start:stop])
-        )  # type: ignore[return-value]
+        return self._moved(rows[start:stop] - inside.start), self._moved(ids[start:stop])
 
 
 def _of_places(place: Indices, ids: Indices, places: Indices) -> tuple[Indices, Indices]:
@@ -225,26 +211,6 @@ def forbid(logits_cV: Tensor, rows: Tensor, ids: Tensor) -> None:
 def add_bias(logits_cV: Tensor, ids: Tensor, values: Tensor) -> None:
     """Add to the logits of some ids (LogitBiasLogitsProcessor)."""
     logits_cV[:, ids] += values
-
-
-def penalise(logits_cV: Tensor, turn: _TurnTensors, places: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Apply the penalties of what stands before each token; return ids and derivative, where it is not 1.
-
-    Repetition divides a positive logit, and multiplies another, of any id in prompt or reply; frequency and presence
-    are subtracted for the reply's own (vllm/model_executor/layers/utils.py: apply_penalties).
-    """
-    of, (size, length) = turn.processors, (len(places), len(turn.sampled))
-    is_before = torch.arange(length, device=places.device) < places[:, None]
-    counts_cD = logits_cV.new_zeros(size, len(turn.ids))
-    counts_cD.scatter_add_(1, turn.sampled.expand(size, length), is_before.to(counts_cD.dtype))
-    logits_cD, scale_cD = logits_cV[:, turn.ids], None
-    if of.repetition != 1:
-        is_seen = (counts_cD > 0) | turn.in_prompt
-        scale_cD = torch.where(is_seen, torch.where(logits_cD > 0, 1 / of.repetition, of.repetition), 1.0)
-        logits_cD = logits_cD * scale_cD
-    logits_cD = logits_cD - of.frequency * counts_cD - of.presence * (counts_cD > 0)
-    logits_cV[:, turn.ids] = logits_cD
-    return None if scale_cD is None else (turn.ids, scale_cD)
 
 
 def truncate(logits_cV: Tensor, rows: Tensor, ids: Tensor) -> None:
