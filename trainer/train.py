@@ -359,14 +359,8 @@ class ChainRecorder:
                 recorder.write(scalars, step)
             except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
                 self.num_lost += 1
-                log.warning(
-                    "%s did not record step %d (%d records are lost so far): %s: %s",
-                    type(recorder).__name__,
-                    step,
-                    self.num_lost,
-                    type(error).__name__,
-                    error,
-                )
+                lost = f"did not record step {step} ({self.num_lost} records are lost so far)"
+                self._warn(recorder, lost, error)
 
     def add(self, recorder: Recorder) -> None:
         self._recorders.append(recorder)
@@ -377,12 +371,10 @@ class ChainRecorder:
             try:
                 recorder.close()
             except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
-                log.warning(
-                    "%s was not closed and may have lost its last records: %s: %s",
-                    type(recorder).__name__,
-                    type(error).__name__,
-                    error,
-                )
+                self._warn(recorder, "was not closed and may have lost its last records", error)
+
+    def _warn(self, recorder: Recorder, what: str, error: Exception) -> None:
+        log.warning("%s %s: %s: %s", type(recorder).__name__, what, type(error).__name__, error)
 
 
 class JsonLines:

@@ -64,30 +64,27 @@ class Forest:
 
     def insert(self, tokens: Keys) -> None:
         """Add a sequence; tokens that it has in common with the beginning of another cost nothing."""
-        segment, done = self._top, 0
-        while done < len(tokens):
-            child = segment.children.get(int(tokens[done]))
-            if child is None:
-                segment.children[int(tokens[done])] = _Segment(tokens[done:], done)
-                self.num_tokens += len(tokens) - done
-                return
-            shared = _common_prefix(child.tokens, tokens[done:])
-            if shared < len(child.tokens):
-                _split(child, shared)
-            segment, done = child, done + shared
+        segment, shared, done = self._shared(tokens)
+        if shared < len(segment.tokens):
+            tail = _Segment(segment.tokens[shared:], segment.depth + shared, segment.children)
+            segment.tokens, segment.children = segment.tokens[:shared], {int(tail.tokens[0]): tail}
+        if done < len(tokens):
+            segment.children[int(tokens[done])] = _Segment(tokens[done:], done)
+            self.num_tokens += len(tokens) - done
 
     def num_new_tokens(self, tokens: Keys) -> int:
-        segment, done = self._top, 0
-        while done < len(tokens):
+        return len(tokens) - self._shared(tokens)[2]
+
+    def _shared(self, tokens: Keys) -> tuple[_Segment, int, int]:
+        """Return the segment in which a sequence leaves the tree, and the tokens in common with it, and in all."""
+        segment, shared, done = self._top, 0, 0
+        while done < len(tokens) and shared == len(segment.tokens):
             child = segment.children.get(int(tokens[done]))
             if child is None:
                 break
-            shared = _common_prefix(child.tokens, tokens[done:])
+            segment, shared = child, _common_prefix(child.tokens, tokens[done:])
             done += shared
-            if shared < len(child.tokens):
-                break
-            segment = child
-        return len(tokens) - done
+        return segment, shared, done
 
     def lay_out(self) -> Layout:
         """Return the forest as one row and remember where each segment lies. Nothing may be inserted afterwards."""
@@ -141,12 +138,6 @@ def _common_prefix(left: Keys, right: Keys) -> int:
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if len(different) else length
-
-
-def _split(segment: _Segment, length: int) -> None:
-    tail = _Segment(segment.tokens[length:], segment.depth + length, segment.children)
-    segment.tokens = segment.tokens[:length]
-    segment.children = {int(tail.tokens[0]): tail}
 
 
 def dense_mask(layout: Layout, device: torch.device) -> Tensor:
