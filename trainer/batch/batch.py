@@ -81,8 +81,6 @@ class Batch:
     num_sampled: int
     """The experiences from this index on are imported ones that are mixed in."""
     mu: float = 0.0
-    turns: Sequence[Sequence[SampledTurn | None]]
-    """The turns of each experience whose logits were processed; None for those that were only scaled."""
     keys: Sequence[Keys]
     """The tokens of each experience, as they are compared: equal tokens of different images differ."""
 
@@ -158,7 +156,6 @@ def build(
         chosen=[True] * len(experiences) if chosen is None else chosen,
         num_sampled=num_sampled,
         mu=mu,
-        turns=[_processed(experience) for experience in experiences],
         keys=[token_keys(experience.tokens, experience.images) for experience in experiences],
     )
 
@@ -179,15 +176,14 @@ def row_processors(batch: Batch, row: Row) -> RowProcessors | None:
     turns: list[SampledTurn] = []
     turn, place = np.full(len(places), -1, np.int64), np.zeros(len(places), np.int64)
     for member in np.unique(members):
-        if not any(batch.turns[member]):
-            continue
-        own = np.flatnonzero(members == member)
-        of_turns = batch.experiences[member].turn_index[places[own]]
-        for number, processed in enumerate(batch.turns[member]):
-            if processed is not None:
-                inside = own[of_turns == number]
-                turn[inside], place[inside] = len(turns), places[inside] - len(processed.prompt)
-                turns.append(processed)
+        experience, own = batch.experiences[member], np.flatnonzero(members == member)
+        of_turns = experience.turn_index[places[own]]
+        for number, found in enumerate(processors_of(experience)):
+            if isinstance(found, TurnProcessors):
+                inside, sampled = own[of_turns == number], np.flatnonzero(experience.turn_index == number)
+                turn[inside], place[inside] = len(turns), places[inside] - sampled[0]
+                prompt, reply = experience.tokens[: sampled[0]], experience.tokens[sampled]
+                turns.append(SampledTurn(processors=found, prompt=prompt, sampled=reply))
     return RowProcessors(turns=turns, turn=turn, place=place) if turns else None
 
 
@@ -274,18 +270,6 @@ def _trained(experience: Experience, *, needs_behaviour: bool) -> Indices:
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
     trained: Indices = places[fit[experience.turn_index[places]]]
     return trained[is_known(experience)[trained]] if needs_behaviour else trained
-
-
-def _processed(experience: Experience) -> list[SampledTurn | None]:
-    turns: list[SampledTurn | None] = []
-    for turn, found in enumerate(processors_of(experience)):
-        if not isinstance(found, TurnProcessors):
-            turns.append(None)
-            continue
-        places = np.flatnonzero(experience.turn_index == turn)
-        prompt, sampled = experience.tokens[: places[0]], experience.tokens[places]
-        turns.append(SampledTurn(processors=found, prompt=prompt, sampled=sampled))
-    return turns
 
 
 def _of_tokens(experience: Experience, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
