@@ -27,6 +27,7 @@ from turnwise.types import Json, TokenIds
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 8
+"""Chains that are sent at once."""
 TIMEOUT_SECONDS = 60.0
 RETRY_SECONDS = 600.0
 """How long a chain is sent again to a teacher that is not reachable or overloaded, before it counts as unscored. The
@@ -77,17 +78,8 @@ class Unscored(Exception):
 class Teachers:
     """The teachers of a run."""
 
-    def __init__(
-        self,
-        teachers: Sequence[Teacher],
-        *,
-        concurrency: int = CONCURRENCY,
-        retry_seconds: float = RETRY_SECONDS,
-    ) -> None:
-        """Send `concurrency` chains at once; wait `retry_seconds` for a teacher in a batch."""
+    def __init__(self, teachers: Sequence[Teacher]) -> None:
         self._teachers = teachers
-        self._concurrency = concurrency
-        self._retry_seconds = retry_seconds
         self._http = httpx2.Client(timeout=TIMEOUT_SECONDS)
         self._failing_since: dict[Teacher, float] = {}
         """When each teacher first gave no answer in the current batch; teachers that answer are absent."""
@@ -98,7 +90,7 @@ class Teachers:
         asked = [(member, teacher) for member in trained for teacher in self._teachers_of(batch, member)]
         unscored = Counter("without_teacher" for member in trained if not self._teachers_of(batch, member))
         sums, weights = np.zeros(len(batch.table)), np.zeros(len(batch.table))
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="teacher") as pool:
+        with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher") as pool:
             answers = pool.map(lambda one: self._score_chain(batch, *one), asked)
             for (member, teacher), answer in zip(asked, answers, strict=True):
                 if isinstance(answer, Unscored):
@@ -120,7 +112,7 @@ class Teachers:
         self._failing_since.clear()
         unscored: Counter[str] = Counter()
         replies = []
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="teacher") as pool:
+        with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher") as pool:
             for answer in pool.map(lambda prompt: self._reply(prompt, max_tokens), prompts):
                 if isinstance(answer, Unscored):
                     unscored[answer.reason] += 1
@@ -164,7 +156,7 @@ class Teachers:
                 if error.reason != "unreachable":
                     raise
                 since = min(started, self._failing_since.setdefault(teacher, started))
-                if time.monotonic() + pause - since > self._retry_seconds:
+                if time.monotonic() + pause - since > RETRY_SECONDS:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

@@ -16,6 +16,7 @@ from support.trainer_ledger import Rollouts, settings_for, train
 from turnwise_fake_engine import running_fake_engine
 from turnwise_fake_engine.sampling import logprobs_of
 
+from trainer.algorithms import teachers as asking
 from trainer.algorithms.distillation import with_teachers
 from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.batch import build
@@ -68,11 +69,13 @@ def serve() -> Iterator[Callable[[Answer], str]]:
 
 
 @pytest.fixture
-def teachers() -> Iterator[Callable[..., Teachers]]:
+def teachers(monkeypatch) -> Iterator[Callable[..., Teachers]]:
+    monkeypatch.setattr(asking, "RETRY_SECONDS", 5.0)
     made = []
 
-    def make(*those: Teacher, **changes: object) -> Teachers:
-        made.append(Teachers(those, **({"retry_seconds": 5.0} | changes)))
+    def make(*those: Teacher, concurrency: int = 8) -> Teachers:
+        monkeypatch.setattr(asking, "CONCURRENCY", concurrency)
+        made.append(Teachers(those))
         return made[-1]
 
     yield make
@@ -201,7 +204,7 @@ def test_a_student_moves_towards_its_teacher_and_the_gauges_show_it(tmp_path, mo
 
 
 def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger, monkeypatch):
-    monkeypatch.setitem(Teachers.__init__.__kwdefaults__, "retry_seconds", 0.0)
+    monkeypatch.setattr(asking, "RETRY_SECONDS", 0.0)
     Rollouts(ledger, load_model(model)).play("a", num_groups=3, group_size=2)
     unreachable = {"url": "http://127.0.0.1:9/v1", "model": "m"}
     state = train(
