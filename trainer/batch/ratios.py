@@ -28,8 +28,7 @@ _SUMS = (
     *("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared"),
     *("imported_tokens", "imported_logprobs"),
 )
-_MAXIMA = ("ratio_max",)
-RESERVED = (*_SUMS, *_MAXIMA, "ratio_mean", "effective_sample_size", "imported_logprob")
+RESERVED = (*_SUMS, "ratio_max", "ratio_mean", "effective_sample_size", "imported_logprob")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -154,10 +153,10 @@ class Gauges:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._sums = dict.fromkeys((*_SUMS, *names), 0.0)
-        self._maxima = dict.fromkeys(_MAXIMA, 0.0)
+        self._largest_ratio = 0.0
         self._num_steps = 0
         self._observed: list[Tensor] = []
-        """Sums and maxima of rows, on their device until `reduce`: reading one would wait for the device."""
+        """The sums of each row, then its largest ratio, on their device until `reduce`: reading would wait for it."""
 
     def observe(
         self,
@@ -180,33 +179,29 @@ class Gauges:
             "ratio_squared": ratio.square().sum(),
             "imported_tokens": loss.new_zeros(()),
             "imported_logprobs": loss.new_zeros(()),
-            "ratio_max": _largest(ratio),
             **{name: values.detach().double().sum() for name, values in own.items()},
         }
         if imported is not None:
             added["imported_tokens"] = torch.ones_like(imported.logprobs).sum()
             added["imported_logprobs"] = imported.logprobs.detach().sum()
-        self._observed.append(torch.stack([added[name].double() for name in (*self._sums, *_MAXIMA)]))
+        largest = ratio.max() if len(ratio) else ratio.new_zeros(())
+        self._observed.append(torch.stack([*(added[name].double() for name in self._sums), largest.double()]))
 
     def reduce(self, world: World) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        rows = (
-            torch.stack(self._observed) if self._observed else torch.zeros(1, len(self._sums) + len(_MAXIMA)).double()
-        )
-        rows = rows.to(device)
-        sums = world.sum(rows[:, : len(self._sums)].sum(0))
-        maxima = world.max(rows[:, len(self._sums) :].max(0).values)
+        none = torch.zeros(1, len(self._sums) + 1, dtype=torch.float64)
+        rows = (torch.stack(self._observed) if self._observed else none).to(device)
+        sums = world.sum(rows[:, :-1].sum(0))
+        self._largest_ratio = float(world.max(rows[:, -1].max()))
         self._observed = []
         self._sums = dict(zip(self._sums, sums.tolist(), strict=True))
-        self._maxima = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
 
     def add(self, other: Gauges) -> None:
         """Add an optimizer step of a batch."""
         self._num_steps += 1
         for name, value in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
-        for name in _MAXIMA:
-            self._maxima[name] = max(self._maxima[name], other._maxima[name])
+        self._largest_ratio = max(self._largest_ratio, other._largest_ratio)
 
     def read(self) -> dict[str, float | int | None]:
         """Return the gauges, of a batch the mean loss of its steps; None where JSON has no number for a value."""
@@ -218,17 +213,13 @@ class Gauges:
             "entropy": sums["entropy"] / count,
             "kl": sums["kl"] / count,
             "ratio_mean": sums["ratio"] / count,
-            "ratio_max": self._maxima["ratio_max"],
+            "ratio_max": self._largest_ratio,
             "effective_sample_size": sums["ratio"] ** 2 / max(sums["ratio_squared"], 1e-12) / count,
         }
         found |= {name: sums[name] / count for name in sums.keys() - set(_SUMS)}
         if imported := int(sums["imported_tokens"]):
             found |= {"imported_tokens": imported, "imported_logprob": sums["imported_logprobs"] / imported}
         return {name: finite(value) for name, value in found.items()}
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if len(values) else values.new_zeros(())
 
 
 def finite(value: float | None) -> float | None:
