@@ -130,7 +130,8 @@ def _images(conn: sa.Connection) -> None:
     seen = sa.update(schema.turns).where(schema.turns.c.turn_id == "t9")
     conn.execute(seen.values(rows.TURNS.values({"images": [placed]})))
     over = selection.session_row(conn, "t", "over")
-    list(experiences.experiences_of_sessions(conn, [over.session_pk]))
+    with_files = experiences.Shape(merge="chain", with_unrewarded=True, with_files=True)
+    list(experiences.experiences(conn, SessionFilter(tenant="t", session_id="over"), with_files))
     rows_of = {name: list(archive.select_rows(conn, name, [over])) for name in archive.TABLES}
     retention.delete_session(conn, "t", "over")
     while retention.sweep(conn):

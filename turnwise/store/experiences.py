@@ -126,17 +126,6 @@ def experiences_of_groups(
     return _stream(conn, clauses, shape)
 
 
-def experiences_of_sessions(
-    conn: sa.Connection,
-    session_pks: Sequence[int],
-    *,
-    roles: Collection[Role] = TRAINED_ROLES,
-    policy_id: int | None = None,
-) -> Iterator[Experience]:
-    shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True, policy_id=policy_id)
-    return _stream(conn, [is_among(conn.dialect, sessions.c.session_pk, session_pks)], shape)
-
-
 def session_credit(conn: sa.Connection, session_pk: int, policy_id: int | None = None) -> SessionCredit | None:
     """Return the rewards and returns of a session's turns under its own credit policy; None without a reward.
 
@@ -418,8 +407,9 @@ def regression_set(
     named = {
         (row.tenant, row.session_id): frozenset(mark.label for mark in marks.get(row.session_pk, ())) for row in found
     }
-    own = sorted(row.session_pk for row in found)
-    return list(experiences_of_sessions(conn, own, roles=roles, policy_id=policy_id)), named
+    shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True, policy_id=policy_id)
+    own = is_among(conn.dialect, sessions.c.session_pk, sorted(row.session_pk for row in found))
+    return list(_stream(conn, [own], shape)), named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

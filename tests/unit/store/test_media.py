@@ -153,8 +153,8 @@ def test_a_claimed_experience_has_its_images_with_their_files(filled):
     append(filled, second)
     finish(filled, "a")
     with filled.read() as connection:
-        pk = connection.execute(sa.select(schema.sessions.c.session_pk).where(schema.sessions.c.session_id == "a"))
-        (claimed,) = experiences.experiences_of_sessions(connection, [pk.scalar_one()])
+        pk = connection.execute(sa.select(schema.sessions.c.group_pk).where(schema.sessions.c.session_id == "a"))
+        (claimed,) = experiences.experiences_of_groups(connection, [pk.scalar_one()])
         (listed,) = experiences.experiences(connection, SessionFilter(session_id="a"), experiences.PER_CHAIN)
     assert [(image.offset, image.runs, image.content) for image in claimed.images] == [
         (0, ((0, 2),), FILE),
