@@ -25,7 +25,6 @@ from torch.nn.attention.flex_attention import BlockMask
 Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.integer[Any]]
 """Tokens as they are compared: ids, and other numbers where two tokens of one id differ."""
-Marks = npt.NDArray[np.bool_]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Returns for batch, head, query and key whether the query sees the key."""
 BLOCK = 128
@@ -168,27 +167,11 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
         return (key <= query) & (query < end[key])
 
     places = np.arange(length)
-    some, whole = blocks_of(places, places, layout.subtree_end)
-    return mask_of_blocks(some, whole, sees, (length, length), device)
+    return mask_of_blocks(places, places, layout.subtree_end, sees, device)
 
 
-def mask_of_blocks(
-    some: npt.NDArray[np.bool_],
-    whole: npt.NDArray[np.bool_],
-    sees: Rule,
-    lengths: tuple[int, int],
-    device: torch.device,
-) -> BlockMask:
-    """Return the mask of what `blocks_of` returned, for these numbers of queries and keys."""
-    partial_count, partial_index = _as_lists(some & ~whole, device)
-    whole_count, whole_index = _as_lists(whole, device)
-    return BlockMask.from_kv_blocks(
-        partial_count, partial_index, whole_count, whole_index, BLOCK, sees, seq_lengths=lengths
-    )
-
-
-def blocks_of(query: Indices, key: Indices, end: Indices) -> tuple[Marks, Marks]:
-    """Return which key blocks each query block may see some token of, and which it sees whole; both [B, B'].
+def mask_of_blocks(query: Indices, key: Indices, end: Indices, sees: Rule, device: torch.device) -> BlockMask:
+    """Return the mask of a rule from which key blocks each query block may see some token of, and which it sees whole.
 
     A query or key is a place in the row; a key of -1 is padding, whose subtree ends at -1.
     """
@@ -197,7 +180,8 @@ def blocks_of(query: Indices, key: Indices, end: Indices) -> tuple[Marks, Marks]
     first_end, last_end = _extremes(end)
     some = (first_key[None, :] <= last_query[:, None]) & (first_query[:, None] < last_end[None, :])
     whole = (last_key[None, :] < first_query[:, None]) & (last_query[:, None] < first_end[None, :])
-    return some, whole
+    lists = *_as_lists(some & ~whole, device), *_as_lists(whole, device)
+    return BlockMask.from_kv_blocks(*lists, BLOCK, sees, seq_lengths=(len(query), len(key)))
 
 
 def _extremes(values: Indices) -> tuple[Indices, Indices]:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.batch.forest import BLOCK, Indices, Layout, blocks_of, mask_of_blocks
+from trainer.batch.forest import BLOCK, Indices, Layout, mask_of_blocks
 from trainer.model.loading import base_of
 from trainer.parallel import context_group
 from turnwise.errors import SettingsError
@@ -184,8 +184,6 @@ def _attend(
 
 
 def _block_mask(query: Indices, key: Indices, end: Indices, device: torch.device) -> BlockMask:
-    some, whole = blocks_of(query, key, end)
-
     def padded(values: Indices) -> Tensor:
         return torch.from_numpy(np.pad(values, (0, -len(values) % BLOCK), constant_values=-1)).to(device)
 
@@ -195,7 +193,7 @@ def _block_mask(query: Indices, key: Indices, end: Indices, device: torch.device
         place = place_of_query[q]
         return (place_of_key[k] <= place) & (place < end_of_key[k])
 
-    return mask_of_blocks(some, whole, sees, (len(query), len(key)), device)
+    return mask_of_blocks(query, key, end, sees, device)
 
 
 REPLICA, TENSOR = "replica", "tensor"
