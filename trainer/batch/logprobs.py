@@ -154,7 +154,8 @@ class _Logprobs(torch.autograd.Function):
             if not is_direct:
                 place, inside = _places_in(chunk, which)
                 gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
-            pull_back(gradient_CV, scales)
+            if scales:
+                pull_back(gradient_CV, scales)
             gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(given.dtype)
             gradient[chunk] = gradient_CV if weight_VH is None else gradient_CV @ weight_VH
             if grad_weight_VH is not None:
