@@ -5,6 +5,7 @@ import functools
 import json
 import operator
 import re
+from decimal import Decimal
 from pathlib import Path
 from random import Random
 
@@ -68,9 +69,14 @@ def reward(task: dict, reply: str) -> float:
 
 def calculate(expression: str) -> str:
     try:
-        return f"{value_of(ast.parse(expression, mode='eval').body):g}"
+        return written(value_of(ast.parse(expression, mode="eval").body))
     except (SyntaxError, ValueError, TypeError, ZeroDivisionError, OverflowError, RecursionError) as error:
         return f"error: {error}"
+
+
+def written(value: float) -> str:
+    """Return a number with all of its digits: an exponent would be read as a number of its own."""
+    return f"{value:d}" if isinstance(value, int) else f"{Decimal(f'{value:.15g}'):f}"
 
 
 def value_of(node: ast.AST) -> float:
