@@ -13,7 +13,7 @@ from typing import Any
 from turnwise.errors import SettingsError
 from turnwise.types import Json
 
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_:@~-]+")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_]+")
 MAX_SLUG_LENGTH = 100
@@ -49,14 +49,14 @@ def as_text(value: Any) -> str:
 
 
 def fill(argument: str, values: Mapping[str, Any]) -> str:
-    """Replace each `{name}` of a known name by its value; other braces are unchanged."""
+    """Replace each `{name}` of a known name by its value; other braces, and a shell's `${name}`, are unchanged."""
     return _PLACEHOLDER.sub(lambda found: as_text(values[found[1]]) if found[1] in values else found[0], argument)
 
 
 def unfilled(arguments: Iterable[str], tasks: Iterable[Task]) -> list[str]:
-    """Return the names in braces in a command's arguments that are fields of no task; `${name}` is a shell's."""
+    """Return the names in braces in a command's arguments that are fields of no task."""
     known = RUN_FIELDS.union(*(task.fields for task in tasks))
-    named = (found[1] for argument in arguments for found in _PLACEHOLDER.finditer(argument.replace("${", "")))
+    named = (found[1] for argument in arguments for found in _PLACEHOLDER.finditer(argument))
     return [name for name in dict.fromkeys(named) if name not in known]
 
 

@@ -61,8 +61,9 @@ def test_different_ids_have_different_slugs():
 
 
 def test_fields_of_the_task_in_braces_are_filled_into_the_command():
-    assert fill("solve {question} in {n} steps, {unknown} {}", {"question": "1+1", "n": 2}) == (
-        "solve 1+1 in 2 steps, {unknown} {}"
+    """Variables of a shell are left to it."""
+    assert fill("solve {question} in {n} steps, {unknown} {} ${n}", {"question": "1+1", "n": 2}) == (
+        "solve 1+1 in 2 steps, {unknown} {} ${n}"
     )
 
 
