@@ -178,7 +178,10 @@ def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[s
             sessions.c.tenant == tenant, sessions.c.session_id.in_(session_ids)
         )
     )
-    return {session_id: json.loads(text).get("imported", {}).get("digest", "") for session_id, text in found}
+    imported = {
+        session_id: json.loads(text).get("imported") for session_id, text in found
+    }  # a client may have chosen it
+    return {name: value.get("digest", "") if isinstance(value, dict) else "" for name, value in imported.items()}
 
 
 class Ends(NamedTuple):

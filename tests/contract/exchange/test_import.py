@@ -1,5 +1,6 @@
 """Imports: each format becomes sessions with the template's tokens, once, and never as sampled ones."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
 from turnwise.exchange import plugins
-from turnwise.store import claims, experiences, policies
+from turnwise.store import claims, experiences, policies, sessions
 from turnwise.store.selection import SessionFilter
 
 
@@ -75,6 +76,16 @@ def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(datab
     again = run_import(tmp_path, model, [HELLO, HELLO, {"messages": CONVERSATION}], "openai")
     assert (again["sessions"], again["already_there"]) == (1, 2)
     assert len(records(database)) == 3
+
+
+@pytest.mark.parametrize("own", ["by hand", None, {}])
+def test_a_session_with_other_metadata_under_imported_is_no_earlier_import(own, database, tmp_path, model):
+    run_import(tmp_path, model, [HELLO], "openai")
+    (record,) = records(database)
+    with database.write() as conn:
+        sessions.change_session(conn, dataclasses.replace(record.session, metadata={"imported": own}), {"metadata"})
+    (bad,) = run_import(tmp_path, model, [HELLO], "openai", status=1)["bad"]
+    assert f"was not imported, but there is {record.session.session_id!r}" in bad["reason"]
 
 
 def test_a_message_with_weight_0_is_only_part_of_the_prompt(database, tmp_path, model):

@@ -177,10 +177,11 @@ def _is_known(unit: _Unit, known: dict[str, str], rule: ImportRule, report: Impo
     stored = [session_id for session_id in unit.session_ids if session_id in known]
     for session_id in stored:
         if known[session_id] != unit.digest:
+            how = "was imported before with other lines, as" if known[session_id] else "was not imported, but there is"
             report.add_bad(
                 unit.places,
-                f"session {unit.source_id!r} was imported before with other lines, as {session_id!r}; delete that "
-                f"first: turnwise forget --tenant {rule.tenant} --session-id {session_id}",
+                f"session {unit.source_id!r} {how} {session_id!r}; delete that first: "
+                f"turnwise forget --tenant {rule.tenant} --session-id {session_id}",
             )
             return True
     report.already_there += len(stored)
