@@ -1,4 +1,4 @@
-"""`turnwise verify --forward` and `certify`: a forward pass of the files; which part of a model an engine lacks.
+"""`turnwise verify --forward` and `certify`: a forward pass of the files, and which old part an engine still has.
 
 `transformers` computes them, with none of the code that trains or serves but the processors of logits. So an engine
 that samples with other weights than it was given is seen, which a comparison of the engine with itself cannot show.

@@ -1,4 +1,4 @@
-"""From a claimed batch to its optimizer steps: what of it is trained, and the groups that drop out on the way.
+"""From a claimed batch to its optimizer steps: what of it is trained, which groups drop out, and what replaces them.
 
 A group is refused alone, with a reason, and the others of its batch are trained. It may have equal rewards, be too
 large, not finite, or wrongly sampled. Imported sessions are drawn by the seed and the count of batches, so a repeated

@@ -1,4 +1,4 @@
-"""Merge turns into chains, and chains into experiences: what a trainer, exports and workflows read. numpy only.
+"""Merges turns into chains, and chains into experiences; a token that several chains share is trained once. numpy only.
 
 A turn stores only the tokens after its parent, so a chain's tokens are the concatenation of its turns, and nothing is
 tokenised or compared again. Each sampled token is trained exactly once: if chains share their first turns, the first

@@ -1,4 +1,4 @@
-"""Settings of every process: defaults < `turnwise.toml` < environment `TURNWISE_*` < flags.
+"""Settings of every process: defaults < `turnwise.toml` < environment < flags; unknown names are refused.
 
 A process has one flat model of settings, and a source may set only names that the model declares. An unknown name from
 any source is an error that stops the start, so that a misspelt setting is never ignored. No other module reads the

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, without the import of transformers where they were loaded before.
+"""A model's tokenizer and chat template, kept so that transformers is not imported; messages as vLLM shapes them.
 
 transformers takes 1.5 s of CPU to import. So what it loaded is kept in a directory that is named by the digest of the
 model's files: later processes read it with `tokenizers` and `jinja2` alone, which transformers uses for the same work.

@@ -1,4 +1,4 @@
-"""Token budgets of keys and tenants: what prompt and sampled tokens count, for good or for a number of days.
+"""Token budgets of keys and tenants: prompt and sampled tokens together, for good or for a number of days.
 
 The store holds what was used, so a budget survives restarts and is shared by all proxy processes. A process adds its
 own calls at once and reads those of other processes every few seconds. A budget is checked before a call and charged

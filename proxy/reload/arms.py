@@ -1,4 +1,4 @@
-"""Versions on trial, canaries and the hold-out: which engine has one, how a trial ends, what a lost engine does.
+"""Versions on trial and held out: which engine has one, how a trial ends, and how long it waits for a lost engine.
 
 Each policy has its own arms. A canary is a new version that is rolled back if it does worse. The hold-out is an older
 version that stays, so that the lift of the served one over it is known: the version that a newly served one replaces

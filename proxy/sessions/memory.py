@@ -1,4 +1,4 @@
-"""The sessions in memory: a cache over the store, so that any process can continue any session.
+"""Which sessions, turns and ids stay in memory, over the store, so that any process can continue any session.
 
 Their turns are kept up to a number of bytes, and the token ids of these turns up to another; what is dropped is read
 back. The ids of a whole session are kept or dropped together, because its turns share them.

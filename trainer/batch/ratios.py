@@ -1,4 +1,4 @@
-"""Importance ratios of the trained tokens: weights for stale or engine-made samples, the mask of bad old ones, gauges.
+"""Importance ratios of the trained tokens: weights for another engine or policy, the mask of old bad chains, gauges.
 
 An importance weight multiplies the loss of a token and carries no gradient: for an engine that differs from the
 trainer, or for an older version that sampled. Gauges distinguish a run that learns from one that collapses. A gauge is

@@ -1,4 +1,4 @@
-"""The `turnwise` command.
+"""The `turnwise` command: which subcommands there are, which package one lacks, and the exit status of an error.
 
 A command loads what it needs when it runs, so the SDK alone has a command line too, and a missing package is reported
 with the extra that installs it. An expected error is one sentence on stderr. The exit status is 2 for errors that last

@@ -1,4 +1,4 @@
-"""A command whose flags are the fields of a settings model.
+"""How the flags of a command are made from the fields of its settings.
 
 A flag is not written twice: its name is the name of the setting, its help the docstring of the setting, and its default
 is left to the model, so that file and environment come between. A model is imported when its command runs, which keeps

@@ -1,4 +1,4 @@
-"""What vLLM needs in order to serve a model, read from the model's own files before any process starts.
+"""What vLLM needs to serve a model, such as the parser of tool calls and the number format, read from its files.
 
 A family is recognised by what its files say, not by a list of names, so a new model of a known kind needs no release:
 the parser of tool calls by the marks in the chat template, the number format by the kinds of layers.

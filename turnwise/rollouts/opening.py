@@ -1,4 +1,4 @@
-"""How `turnwise run` begins: client, player and results become a runner, which plays all passes of a tasks file."""
+"""How `turnwise run` begins and is interrupted: client, player and results become a runner for all passes."""
 
 from __future__ import annotations
 

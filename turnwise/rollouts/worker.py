@@ -1,4 +1,4 @@
-"""A warm worker of `turnwise run --call`: imports a function once and calls it for each run.
+"""The inside of a warm worker of `turnwise run --call`: imports a function once and calls it for each run.
 
 Functions run in threads. Coroutines of all runs share one event loop, so that they can share clients and connections.
 The worker is started by its path and needs only the standard library, so the agent may have its own environment.

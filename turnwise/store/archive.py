@@ -1,4 +1,4 @@
-"""The rows of sessions as they leave the tables and come back, with new numbers and under the marks of that day."""
+"""The rows of sessions as they leave the tables and come back, with new numbers; consent withdrawn meanwhile holds."""
 
 from __future__ import annotations
 

@@ -178,10 +178,8 @@ def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[s
             sessions.c.tenant == tenant, sessions.c.session_id.in_(session_ids)
         )
     )
-    imported = {
-        session_id: json.loads(text).get("imported") for session_id, text in found
-    }  # a client may have chosen it
-    return {name: value.get("digest", "") if isinstance(value, dict) else "" for name, value in imported.items()}
+    chosen = {session_id: json.loads(text).get("imported") for session_id, text in found}  # perhaps by a client
+    return {name: value.get("digest", "") if isinstance(value, dict) else "" for name, value in chosen.items()}
 
 
 class Ends(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sessions: their creation, their changes, their end, and how one is read.
+"""Sessions: their creation, their changes, their end, also by idleness, their labels, and how one is read.
 
 Every function runs in the caller's transaction, so the proxy commits all waiting writes together, and ending a session
 with a reward is one commit. A session is *finished* when it is over (ended or expired) and has a reward. The write

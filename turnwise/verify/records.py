@@ -1,4 +1,4 @@
-"""What must hold of a database and its records, chains and turns, digests and files of weights, and what was found.
+"""`turnwise verify` of a database: what must hold of chains, turns, digests and files of weights, and what was found.
 
 A report says how much was checked, what could not be, and every mismatch with its exact place.
 """

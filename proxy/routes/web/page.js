@@ -1,4 +1,4 @@
-// Elements, requests and numbers. What comes from the store is put into the page as text, never as markup.
+// What all views share: elements, requests with the key, numbers. What is stored is shown as text, never as markup.
 const GOOD = new Set(["active", "exact", "open", "ready", "trained", "ok", "ended"]);
 const BAD = new Set(["failed", "error", "down", "blocked", "died", "silent"]);
 const WARN = new Set(["canary", "aborted", "untrainable", "expired", "dropped"]);

@@ -1,4 +1,4 @@
-// Curves over updates or time, the versions and which is served, and what two versions replied to the same tasks.
+// Curves over updates or time; versions, the buttons that pin, roll back and undo that; what two versions replied.
 import {actionButton, ago, card, empty, everyPage, facts, link, make, makeForm, mean, money, number, optional, path, plural, readMetrics, readiness, remembered, request, seconds, select, status, sum, table, trainerWords} from "./page.js";
 import {chart} from "./chart.js";
 
