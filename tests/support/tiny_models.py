@@ -64,6 +64,28 @@ def quantise(directory: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": fp8}))
 
 
+def pack_integers(directory: Path) -> dict[str, torch.Tensor]:
+    """Store a model's projections as integers of 4 bits, as compressed-tensors has them; return what they stand for.
+
+    Eight lie in a word, the lowest first and 8 above their value, and 16 of a row share a scale.
+    """
+    file, config = directory / "model.safetensors", directory / "config.json"
+    stored, stands_for = load_file(file), {}
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        rows, columns = stored.pop(name).shape
+        values, scale = torch.randint(-8, 8, (rows, columns)), torch.rand(rows, columns // 16)
+        stands_for[name] = values * scale.repeat_interleave(16, 1)
+        words = ((values + 8).reshape(rows, -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+        stored[f"{name}_packed"], stored[f"{name}_scale"] = words.to(torch.int32), scale
+        stored[f"{name}_shape"] = torch.tensor([rows, columns])
+    save_file(stored, file, metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    how |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
+    return stands_for
+
+
 def load_model(directory: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
     with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
         config = read_config(base)
         whole = model_class(config).from_pretrained(base, config=config, dtype="auto")
-        whole = whole.dequantize() if quantised_by(config) == PACKED else whole
+        if quantised_by(config) == PACKED:
+            whole = whole.dequantize()
     head, targets = whole.get_output_embeddings(), read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
     if head.weight is whole.get_input_embeddings().weight and HEAD in targets:
         # The adapter changes the head alone; merged into the shared tensor, it would change the embeddings too.
@@ -46,8 +48,22 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         whole.config.tie_word_embeddings = False
     with torch.no_grad(), bad_checkpoint(f"the adapter {str(version_directory)!r} cannot be loaded"):
         merged = PeftModel.from_pretrained(whole, str(version_directory)).merge_and_unload()
-    merged.save_pretrained(destination)
+    merged.save_pretrained(destination, state_dict=None if quantised_by(config) is None else _plain(merged))
     copy_tokenizer(base, destination)
+
+
+def _plain(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that was quantised, without scales and shapes, and let them be written so."""
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+
+    model._weight_conversions = [  # noqa: SLF001  transformers reverts them as it writes, and cannot revert this one
+        each
+        for each in model._weight_conversions or ()  # noqa: SLF001  as above
+        if not any(isinstance(one, Bnb4bitDeserialize) for one in getattr(each, "operations", ()))
+    ]
+    with torch.device("meta"):
+        names = model_class(model.config).from_config(model.config).state_dict().keys()
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def push(directory: Path, repository: str) -> str:

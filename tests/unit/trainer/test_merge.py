@@ -5,8 +5,9 @@ import types
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.commands import invoke
-from support.tiny_models import load_model
+from support.tiny_models import load_model, make_model, pack_integers
 
 from trainer.model.model import Policy
 from trainer.publish.merge import merge_adapter
@@ -44,6 +45,22 @@ def test_a_merged_head_leaves_the_embeddings_to_which_it_was_tied(tmp_path):
         merged = load_model(tmp_path / "merged")(ids).logits
         torch.testing.assert_close(merged, policy.model(ids).logits, atol=1e-5, rtol=0)
         assert (merged - load_model(model)(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # imports of compressed-tensors
+def test_a_merged_model_of_quantised_weights_has_the_tensors_of_one_that_never_was(tmp_path):
+    model = make_model(tmp_path / "model")
+    with safe_open(model / "model.safetensors", "pt") as file:
+        names = file.keys()
+    pack_integers(model)
+    directory, policy = written_version(tmp_path / "v000001", model)
+    merge_adapter(directory, tmp_path / "merged")
+    with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as file:
+        assert file.keys() == names
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        merged = load_model(tmp_path / "merged")(ids).logits
+        torch.testing.assert_close(merged, policy.model(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_a_merged_adapter_gives_the_logits_of_the_policy(tmp_path, version, model):
