@@ -101,7 +101,7 @@ class Services:
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
         self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)
         self.images = Images(settings, metrics)
-        self.retries = Retries(database, settings.cache_bytes // 10)
+        self.retries = Retries(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
             database,

@@ -33,6 +33,8 @@ FeedbackRewards = dict[Literal["up", "down", "correction"], float]
 Price = Annotated[Decimal, Field(ge=0, le=10**6, max_digits=20)]
 PriceTable = Annotated[dict[Literal["prompt", "cached", "sampled", "engine_second"], Price], Field(min_length=1)]
 Priced = Annotated[str, Field(pattern=r"^(\*|(engine|model|policy):.+)$")]
+CACHE_TENTHS = {"turns": 4, "messages": 4, "tokens": 1, "answers": 1}
+"""How `cache_bytes` is divided."""
 HOLDOUT_SHARE = 0.1
 """Default share of the hold-out where it costs no engine."""
 
@@ -251,6 +253,10 @@ class ProxySettings(Settings):
     needs `pip install 'turnwise[otel]'`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
+
+    def cache_share(self, of: str) -> int:
+        """Return the bytes of one of the caches in `CACHE_TENTHS`."""
+        return self.cache_bytes * CACHE_TENTHS[of] // 10
 
     def share_held_out(self, kind: PolicyKind) -> float:
         """Return the share of the sessions that is held out where versions of this kind are served."""

@@ -193,7 +193,7 @@ class SessionCache(LiveSessions):
         faults: FaultPoints,
         pins: Pins,
     ) -> None:
-        super().__init__(MAX_SESSIONS, settings.cache_bytes * 2 // 5, settings.cache_bytes // 10)
+        super().__init__(MAX_SESSIONS, settings.cache_share("turns"), settings.cache_share("tokens"))
         self.fields_read = NO_FIELDS
         """What the digests of its turns cover beside roles, text and tool calls."""
         self.pins = pins

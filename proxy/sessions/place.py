@@ -108,7 +108,7 @@ class Sessions:
         self._is_shared = settings.workers > 1
         """Whether calls of a session may reach other processes in its course."""
         self._inferred = InferredSessions(self.cache, database, settings, self._reserved)
-        self.conversations = Conversations(settings.cache_bytes * 2 // 5)
+        self.conversations = Conversations(settings.cache_share("messages"))
         self.learn_template(None)
 
     async def find(self, call: Call, principal: Principal, request: bytes = b"") -> CallPlace:
