@@ -11,26 +11,12 @@ from prometheus_client.metrics import MetricWrapperBase
 from pydantic import SecretStr
 
 from proxy.metrics import Metrics
-from proxy.settings import ProxySettings
 from trainer.algorithms.grpo import PolicyGradient
 from trainer.algorithms.loading import provided
-from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main as command
-from turnwise.processes.engine_command import EngineSettings
-from turnwise.processes.stack import UpSettings
-from turnwise.rewards.settings import RewardSettings
-from turnwise.rollouts.settings import RunSettings
-from turnwise.settings import Settings, describe_secret, field_docs
+from turnwise.settings import MODELS, Settings, describe_secret, field_docs, settings_model
 
 TARGET = Path(__file__).parent / "reference.md"
-SECTIONS: dict[str, type[Settings]] = {
-    "proxy": ProxySettings,
-    "trainer": TrainerSettings,
-    "engine": EngineSettings,
-    "up": UpSettings,
-    "run": RunSettings,
-    "reward": RewardSettings,
-}
 
 
 def pages() -> dict[Path, str]:
@@ -59,14 +45,14 @@ def reference() -> str:
         "|---|---|",
         *(f"| `turnwise {name}` | {text} |" for name, text in commands(command)),
     ]
-    for section, settings in SECTIONS.items():
+    for section in MODELS:
         parts += [
             "",
             f"## Settings: `[{section}]`",
             "",
             "| setting | default | means |",
             "|---|---|---|",
-            *rows(settings),
+            *rows(settings_model(section)),
         ]
         if section == "trainer":
             parts += algorithms()

@@ -8,6 +8,7 @@ environment.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -29,6 +30,15 @@ from turnwise.errors import SettingsError
 
 SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one for each process."""
+MODELS = {
+    "proxy": "proxy.settings:ProxySettings",
+    "trainer": "trainer.settings:TrainerSettings",
+    "engine": "turnwise.processes.engine_command:EngineSettings",
+    "up": "turnwise.processes.stack:UpSettings",
+    "run": "turnwise.rollouts.settings:RunSettings",
+    "reward": "turnwise.rewards.settings:RewardSettings",
+}
+"""Where the settings of each section are declared; a model is imported when its section is read."""
 
 DEFAULT_FILE = Path("turnwise.toml")
 
@@ -55,6 +65,19 @@ class Settings(BaseSettings):
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def settings_model(section: str) -> type[Settings]:
+    """Return the settings model of a section.
+
+    Raises:
+        ValueError: There is no such section.
+    """
+    if section not in MODELS:
+        raise ValueError(f"no section {section!r}: there are {', '.join(MODELS)}")
+    module, _, name = MODELS[section].partition(":")
+    model: type[Settings] = getattr(importlib.import_module(module), name)
+    return model
 
 
 def field_docs(record: type, root: type | None = None) -> dict[str, str]:
@@ -199,6 +222,7 @@ def explain(
         if problem["type"] == "extra_forbidden":
             close = difflib.get_close_matches(head, model_cls.model_fields, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "see --help for all names"
+            hint = _place_elsewhere(head, model_cls) or hint
             lines.append(f"[{section}] has no setting {name!r} (from {origin}); {hint}")
         elif problem["type"] == "missing":
             lines.append(
@@ -208,6 +232,17 @@ def explain(
             shown = MASK if _is_secret(model_cls, head) else mask_credentials(repr(problem["input"]))
             lines.append(f"[{section}] {name}={shown} (from {origin}) does not fit: {problem['msg']}")
     return "\n".join(lines)
+
+
+def _place_elsewhere(name: str, model_cls: type[Settings]) -> str | None:
+    """Return in which other sections a setting is, also by its name with the section before it; None if in none."""
+    found = []
+    for section in MODELS:
+        with contextlib.suppress(ImportError):  # its package is not installed
+            own, model = name.removeprefix(f"{section}_"), settings_model(section)
+            if own in model.model_fields and not issubclass(model_cls, model):
+                found.append(f"{own!r} of [{section}]")
+    return f"it is {' or '.join(found)}" if found else None
 
 
 def _is_secret(model_cls: type[Settings], name: str) -> bool:
@@ -253,6 +288,7 @@ __all__ = [
     "has_sections",
     "load_settings",
     "mask_credentials",
+    "settings_model",
     "toml_value",
     "variable_name",
 ]

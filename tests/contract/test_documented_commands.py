@@ -11,9 +11,9 @@ import yaml
 from support.documented_commands import PAGES, ROOT, blocks
 
 from turnwise.commands.cli import main
-from turnwise.commands.flags import DESCRIPTIONS, settings_model
+from turnwise.commands.flags import DESCRIPTIONS
 from turnwise.exchange.plugins import COMMANDS, PACKAGE_OF
-from turnwise.settings import load_settings
+from turnwise.settings import load_settings, settings_model
 
 SHELL = blocks("sh")
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))

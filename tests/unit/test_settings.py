@@ -8,10 +8,10 @@ from support.commands import invoke
 from support.full_disk import no_file_over
 
 from proxy.settings import ProxySettings
-from turnwise.commands.flags import DESCRIPTIONS, settings_model
+from turnwise.commands.flags import DESCRIPTIONS
 from turnwise.commands.init import HEAD, settings_file
 from turnwise.errors import SettingsError
-from turnwise.settings import Settings, describe, field_docs, load_settings
+from turnwise.settings import Settings, describe, field_docs, load_settings, settings_model
 
 
 class Shop(Settings):
@@ -73,6 +73,21 @@ def test_an_undeclared_key_is_an_error_from_every_source(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_PROXY_PROT", "7")
     with pytest.raises(SettingsError, match="from environment"):
         load()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("tensor_parallel", r"it is 'tensor_parallel' of \[trainer\] or 'tensor_parallel' of \[engine\]"),
+        ("max_loras", r"it is 'max_loras' of \[engine\]"),
+        ("engine_gpu_memory", r"it is 'gpu_memory' of \[engine\]"),
+        ("max_staleness", r"it is 'max_staleness' of \[trainer\]"),
+    ],
+)
+def test_a_setting_of_another_section_is_refused_with_its_place(name, place, monkeypatch):
+    monkeypatch.setenv(f"TURNWISE_UP_{name.upper()}", "1")
+    with pytest.raises(SettingsError, match=rf"\[up\] has no setting '{name}' \(from environment\); {place}$"):
+        load_settings(settings_model("up"), config=None, section="up", overrides={})
 
 
 def test_a_key_outside_of_the_sections_is_an_error(tmp_path):
@@ -179,7 +194,7 @@ def _with_all_defaults_set(text: str) -> str:
 
 
 def test_an_unknown_section_is_named():
-    with pytest.raises(ValueError, match="no section 'proxyy': there are up, proxy, "):
+    with pytest.raises(ValueError, match="no section 'proxyy': there are proxy, trainer, "):
         settings_model("proxyy")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib
 import json
 import shlex
 import types
@@ -21,7 +20,7 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
-from turnwise.settings import Settings, describe, field_docs, load_settings
+from turnwise.settings import Settings, describe, field_docs, load_settings, settings_model
 
 DESCRIPTIONS = {
     "up": "`turnwise up`: the whole stack on this machine. It sets model, addresses, database of the other sections.",
@@ -31,29 +30,6 @@ DESCRIPTIONS = {
     "run": "`turnwise run`: any agent as rollouts.",
     "reward": "`turnwise reward`: rewards from a separate process.",
 }
-_MODELS = {
-    "up": "turnwise.processes.stack:UpSettings",
-    "proxy": "proxy.settings:ProxySettings",
-    "trainer": "trainer.settings:TrainerSettings",
-    "engine": "turnwise.processes.engine_command:EngineSettings",
-    "run": "turnwise.rollouts.settings:RunSettings",
-    "reward": "turnwise.rewards.settings:RewardSettings",
-}
-
-
-def settings_model(section: str) -> type[Settings]:
-    """Return the settings model of a section.
-
-    Raises:
-        ValueError: There is no such section.
-    """
-    if section not in _MODELS:
-        raise ValueError(f"no section {section!r}: there are {', '.join(_MODELS)}")
-    module, _, name = _MODELS[section].partition(":")
-    model: type[Settings] = getattr(importlib.import_module(module), name)
-    return model
-
-
 _NOT_SETTINGS = ("config", "dry_run", "as_json")
 
 

@@ -14,10 +14,10 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from turnwise.commands.flags import DESCRIPTIONS, settings_model
+from turnwise.commands.flags import DESCRIPTIONS
 from turnwise.errors import SettingsError
 from turnwise.files import write_whole
-from turnwise.settings import DEFAULT_FILE, Settings, field_docs, toml_value
+from turnwise.settings import DEFAULT_FILE, Settings, field_docs, settings_model, toml_value
 
 HEAD = """\
 # Settings of Turnwise. Remove the comment sign of a setting to change it; the values shown are the defaults.

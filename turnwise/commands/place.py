@@ -21,10 +21,9 @@ from pydantic import SecretStr
 
 from turnwise.client import Client
 from turnwise.client.conversations import with_images
-from turnwise.commands.flags import settings_model
 from turnwise.errors import SettingsError
 from turnwise.files import is_locked, lock
-from turnwise.settings import Settings, load_settings, shared_variables
+from turnwise.settings import Settings, load_settings, settings_model, shared_variables
 from turnwise.types import Json
 
 if TYPE_CHECKING:
