@@ -16,7 +16,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import TurnwiseError
 from turnwise.sampling import ADVICE, count_not_trained, left_out_by
 from turnwise.store import keys, retention, rewards, sessions, turns
-from turnwise.store.database import Connection, Database
+from turnwise.store.database import Connection, Database, IdleClock
 from turnwise.types import SessionKey, utc_now
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Sweeper:
         """Removes a session of a tenant from the memory of all workers."""
         self._sampling_at = 0.0
         self._left_out_by: set[str | None] = set()
-        self._idle_clock = sessions.IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
+        self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
 
     async def run(self) -> None:
         """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""

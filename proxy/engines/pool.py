@@ -260,7 +260,7 @@ class EnginePool:
         if session.policy_id in self.archived:
             self.check_in_use(session.policy_id)
         state = self.state(session.policy_id)
-        served = state.active or state.base or OWN_MODEL
+        served = state.served or OWN_MODEL
         arm = None if session.arm is None else state.of_arm(session.arm)
         version = wanted or arm or served
         engines = self._not_draining

@@ -20,7 +20,7 @@ from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress, StopFlag, U
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, database, groups, policies, rows, serving, sessions, versions
+from turnwise.store import claims, database, groups, policies, rows, serving, versions
 from turnwise.store.database import Connection, Database
 from turnwise.types import Policy, PolicyVersion
 from turnwise.version_directory import num_bytes_on_disk
@@ -66,7 +66,7 @@ class Claims(Ledger):
         self._with_imported = with_imported
         self._is_paced = is_paced
         self._wait: Wait | None = None
-        self._idle_clock = sessions.IdleClock(timedelta(seconds=rule.stalled_seconds or 0))
+        self._idle_clock = database.IdleClock(timedelta(seconds=rule.stalled_seconds or 0))
         self._checked_at = -math.inf
 
     def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:

@@ -10,6 +10,7 @@ more often.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import contextvars
 import datetime
@@ -64,6 +65,8 @@ _MOVE = (
     "one (docs/operations.md, Upgrades), or name another database with --database"
 )
 _DEFAULT_POLICY = sa.select(policies.c.policy_id).where(policies.c.policy_id == DEFAULT_POLICY)
+MIN_CORRECTION = datetime.timedelta(seconds=1)
+"""Difference of a clock to this process's own that counts as a correction."""
 _NO_FILE = ("SQLITE_CANTOPEN", "SQLITE_READONLY")
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
 
@@ -453,3 +456,27 @@ def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:
         # julianday counts days from noon, 4714 BC; 1970 begins at day 2440587.5.
         sql = "SELECT CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000"
     return int(conn.exec_driver_sql(sql).scalar_one())
+
+
+class IdleClock:
+    """What a clock read some time ago: neither its correction nor the machine's sleep is time without activity.
+
+    It knows the corrections since this process started.
+    """
+
+    def __init__(self, longest: datetime.timedelta) -> None:
+        self._longest = longest
+        self._corrections: collections.deque[tuple[float, datetime.datetime]] = collections.deque()
+        """When the clock was corrected, in monotonic seconds, and what it would have read at 0 of them since then; the
+        first entry is in force at the begin of the longest time."""
+
+    def earliest(self, now: datetime.datetime, ago: datetime.timedelta) -> datetime.datetime:
+        """Return the earliest that the clock, which reads `now`, can have read so long ago."""
+        elapsed = time.monotonic()
+        start = now - datetime.timedelta(seconds=elapsed)
+        known = self._corrections
+        if not known or abs(start - known[-1][1]) > MIN_CORRECTION:
+            known.append((elapsed, start))
+        while len(known) > 1 and known[1][0] <= elapsed - self._longest.total_seconds():
+            known.popleft()
+        return min(start for _, start in known) + datetime.timedelta(seconds=elapsed) - ago

@@ -169,8 +169,7 @@ def _base_number(conn: sa.Connection, tenant: str, base: str) -> int | None:
     if number:
         version: PolicyVersion | None = find_version(conn, tenant, base, param="base")
     else:
-        state = serving_state(conn, find_policy(conn, tenant, policy_name).policy_id)
-        version = state.active or state.base
+        version = serving_state(conn, find_policy(conn, tenant, policy_name).policy_id).served
     if version is not None and version.kind is PolicyKind.LORA:
         return version.version
     if version is None or version.version == 0:

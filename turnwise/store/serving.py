@@ -41,6 +41,8 @@ class ServingState(NamedTuple):
     holdout: PolicyVersion | None = None
     base: PolicyVersion | None = None
     """The adapter that a policy without a version samples with; None for the engine's own model."""
+    served: PolicyVersion | None = None
+    """The active version or the base: what sessions outside of canary and hold-out sample with."""
     undone: range = range(0)
     """The versions that a person undid, by a choice of the version before them without a pin. They stay undone until
     another version of the policy is chosen, also after a newer one was published."""
@@ -114,13 +116,15 @@ def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
     undone = range(0) if until is None else range(pinned + 1, until + 1)
     if until is not None and newest is not None and newest.version > until:
         pinned = None
+    started_from = None if base is None else versions[base]
     return ServingState(
         active=first.get(PolicyStatus.ACTIVE),
         canary=first.get(PolicyStatus.CANARY),
         pinned=None if pinned is None else versions[pinned],
         newest=newest,
         holdout=first.get(PolicyStatus.HOLDOUT),
-        base=None if base is None else versions[base],
+        base=started_from,
+        served=first.get(PolicyStatus.ACTIVE, started_from),
         undone=undone,
     )
 

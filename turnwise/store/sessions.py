@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from time import monotonic
 
 import sqlalchemy as sa
 
@@ -34,8 +32,6 @@ CLOSED_AT_ONCE = 500
 Created = tuple[Session, bool] | TurnwiseError
 """The stored session and whether it was created; or the error that rejects it."""
 MAX_LABELS = 100
-MIN_CORRECTION = datetime.timedelta(seconds=1)
-"""Difference of a clock to this process's own that counts as a correction."""
 _GROUPING = frozenset({"group_id", "group_size", "split"})
 
 
@@ -137,30 +133,6 @@ def _close(
         .values(status=status.value, termination_reason=reason, ended_at=to_micros(utc_now()))
     )
     groups.finish(conn, [row for row in found if row.num_rewards > 0])
-
-
-class IdleClock:
-    """What a clock read some time ago: neither its correction nor the machine's sleep is time without activity.
-
-    It knows the corrections since this process started.
-    """
-
-    def __init__(self, longest: datetime.timedelta) -> None:
-        self._longest = longest
-        self._corrections: deque[tuple[float, datetime.datetime]] = deque()
-        """When the clock was corrected, in monotonic seconds, and what it would have read at 0 of them since then; the
-        first entry is in force at the begin of the longest time."""
-
-    def earliest(self, now: datetime.datetime, ago: datetime.timedelta) -> datetime.datetime:
-        """Return the earliest that the clock, which reads `now`, can have read so long ago."""
-        elapsed = monotonic()
-        start = now - datetime.timedelta(seconds=elapsed)
-        known = self._corrections
-        if not known or abs(start - known[-1][1]) > MIN_CORRECTION:
-            known.append((elapsed, start))
-        while len(known) > 1 and known[1][0] <= elapsed - self._longest.total_seconds():
-            known.popleft()
-        return min(start for _, start in known) + datetime.timedelta(seconds=elapsed) - ago
 
 
 def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime) -> list[SessionKey]:

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.ledger_samples import add_session, finish, groups_by_status
 
 from turnwise.errors import Conflict
 from turnwise.store import schema, sessions
-from turnwise.store.database import Database
+from turnwise.store.database import Database, IdleClock
 from turnwise.types import Credit, Session, Split
 
 
@@ -119,10 +120,10 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
 def test_a_corrected_clock_read_no_later_an_hour_ago_than_it_may_have(monkeypatch):
     """It reads 12:00 at second 100, jumps three hours ahead, as when a virtual machine resumes, and is set back."""
     noon, hour = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC), datetime.timedelta(hours=1)
-    clock = sessions.IdleClock(hour)
+    clock = IdleClock(hour)
 
     def an_hour_ago(second: int, reads: datetime.timedelta) -> datetime.timedelta:
-        monkeypatch.setattr(sessions, "monotonic", lambda: second)
+        monkeypatch.setattr("turnwise.store.database.time", SimpleNamespace(monotonic=lambda: second))
         return clock.earliest(noon + reads, hour) - noon
 
     seconds = datetime.timedelta(seconds=1)
