@@ -287,7 +287,7 @@ def _measured(db: Database) -> tuple[str, str | None, int]:
         state = serving.serving_state(conn)
         active, holdout = state.active, state.holdout
         found = {} if holdout is None else lift(*held_out_arms(conn, holdout))
-        alarm = sentinels.check(conn, sentinels.BOUNDS)
+        alarm = sentinels.check(conn, RULE.sentinels)
     each = found.get("feedback")
     text = each and f"lift over {holdout.version}: {each['mean']:+.2f} [{each['low']:+.2f}, {each['high']:+.2f}]"
     return text or "", alarm, 0 if active is None else active.version
