@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.batch.forest import Forest, Layout, block_mask, dense_mask
 from trainer.batch.grammars import GrammarMasks
-from trainer.batch.logprobs import linear_logprobs
+from trainer.batch.logprobs import token_logprobs
 from trainer.batch.processors import Processing, RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors
 from turnwise.engine_plugin.supports import from_text, to_text
@@ -124,7 +124,7 @@ def loss(device: torch.device, *, tokens: int, hidden: int, vocabulary: int, rou
     temperature = torch.ones(tokens, device=device)
 
     def chunked(processing: Processing | None = None) -> Tensor:
-        logprobs, _ = linear_logprobs(states, head, which, target, temperature, processing)
+        logprobs, _ = token_logprobs(states, head, which, target, temperature, processing)
         return with_gradients(logprobs)
 
     def whole() -> Tensor:

@@ -1,10 +1,10 @@
 """Logprob and entropy of given tokens, computed without the logits of all tokens, in both directions.
 
 Logits are computed chunk by chunk and the softmax again on the way back, so no float32 copy of all logits is ever held.
-`linear_logprobs` starts from the hidden states, so logits are never whole in any precision: the output layer is left
-out of the model's forward pass. That is only right where it is all that lies between hidden states and logits, so a
-layer with a bias, and models that scale, cap or cut their logits, keep their own forward pass. Legend: m trained
-tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden size.
+From hidden states, logits are never whole in any precision: the output layer is left out of the model's forward pass.
+That is only right where it is all that lies between hidden states and logits, so a layer with a bias, and models that
+scale, cap or cut their logits, keep their own forward pass. Legend: m trained tokens, U distinct predictors, V
+vocabulary, C predictors of a chunk, H hidden size.
 """
 
 from __future__ import annotations
@@ -74,29 +74,20 @@ class OutputLayer:
         return hidden if self._is_left_out else self._forward(hidden)
 
 
-def selected_logprobs(
-    logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor, processing: Processing | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each target under its processed and scaled logits, and the entropy there, both [m].
-
-    Both are float32. Without `processing`, logits are only scaled.
-    """
-    return _of_tokens(logits_UV, None, which, target, temperature_U, processing)
-
-
-def linear_logprobs(
-    hidden_UH: Tensor,
-    weight_VH: Tensor,
+def token_logprobs(
+    given: Tensor,
+    weight_VH: Tensor | None,
     which: Tensor,
     target: Tensor,
     temperature_U: Tensor,
     processing: Processing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _of_tokens(hidden_UH, weight_VH, which, target, temperature_U, processing)
+    """Return the logprob of each target under its processed and scaled logits, and the entropy there, both [m].
 
-
-def _of_tokens(given: Tensor, weight_VH: Tensor | None, which: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    found = _Logprobs.apply(given, weight_VH, which, *others)  # type: ignore[no-untyped-call]
+    Both are float32. `given` are hidden states [U, H] with the output layer's weight, or logits [U, V] without it.
+    Without `processing`, logits are only scaled.
+    """
+    found = _Logprobs.apply(given, weight_VH, which, target, temperature_U, processing)  # type: ignore[no-untyped-call]
     logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
     return logprobs, entropy_U[which]
 
@@ -111,7 +102,7 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        given: Tensor,  # hidden states [U, H], or without a weight logits [U, V]
+        given: Tensor,
         weight_VH: Tensor | None,
         which: Tensor,
         target: Tensor,

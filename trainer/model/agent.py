@@ -291,8 +291,8 @@ class PolicyAgent:
     def _outputs_of(self, inputs: RowInputs, *, with_values: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.critic is None or not with_values:
             return *self.policy.logprobs(inputs), None
-        logprobs, entropy, hidden = self.policy.logprobs_and_hidden(inputs)
-        return logprobs, entropy, self.critic.values_of(hidden)
+        logprobs, entropy, hidden_UH = self.policy.outputs(inputs)
+        return logprobs, entropy, self.critic.values_of(hidden_UH[inputs.which])
 
     def _reference_logprobs(self, inputs: RowInputs) -> Tensor:
         if self.policy.spec.kind is PolicyKind.LORA:

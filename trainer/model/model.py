@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from trainer.batch.batch import Row
-from trainer.batch.logprobs import OutputLayer, linear_logprobs, selected_logprobs
-from trainer.batch.processors import Processing, RowProcessors
+from trainer.batch.logprobs import OutputLayer, token_logprobs
+from trainer.batch.processors import RowProcessors
 from trainer.model.adapters import Adapter
 from trainer.model.division import (
     REPLICA,
@@ -293,23 +293,23 @@ class Policy:
 
     def logprobs(self, inputs: RowInputs) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of the row's trained tokens, both [m] in float32."""
-        if self._head is None:
-            found = selected_logprobs(self._output(inputs), *_places(inputs))
-        else:
-            found = self._from_hidden(self._head, self._hidden_states(self._head, inputs), inputs)
-        if inputs.share is None:
-            return found
-        return spread(found[0], inputs.share), spread(found[1], inputs.share)
+        return self.outputs(inputs)[:2]
 
-    def logprobs_and_hidden(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same with the hidden state before each trained token, [m, H], of one forward pass."""
-        assert self._head is not None, "checked by check_gives_hidden_states"
-        hidden_UH = self._hidden_states(self._head, inputs)
-        return *self._from_hidden(self._head, hidden_UH, inputs), hidden_UH[inputs.which]
+    def outputs(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same with what they are computed from: hidden states [U, H], or logits [U, V]."""
+        output, of = self._output(inputs), (inputs.which, inputs.target, inputs.temperature, inputs.processing)
+        if self._head is None:
+            logprobs, entropy = token_logprobs(output, None, *of)
+        else:
+            dtype = self.compute_dtype
+            logprobs, entropy = token_logprobs(output.to(dtype), self._head.weight.to(dtype), *of)
+        if inputs.share is not None:
+            logprobs, entropy = spread(logprobs, inputs.share), spread(entropy, inputs.share)
+        return logprobs, entropy, output
 
     def hidden(self, inputs: RowInputs) -> Tensor:
         assert self._head is not None, "checked by check_gives_hidden_states"
-        return self._hidden_states(self._head, inputs)[inputs.which]
+        return self._output(inputs)[inputs.which]
 
     def check_gives_hidden_states(self) -> None:
         if self._head is None:
@@ -330,14 +330,6 @@ class Policy:
         with torch.no_grad(), self._autocast():
             return OutputLayer.of(self._base, logits)
 
-    def _hidden_states(self, head: OutputLayer, inputs: RowInputs) -> Tensor:
-        with head.left_out():
-            return self._output(inputs)
-
-    def _from_hidden(self, head: OutputLayer, hidden_UH: Tensor, inputs: RowInputs) -> tuple[Tensor, Tensor]:
-        weight = head.weight.to(self.compute_dtype)
-        return linear_logprobs(hidden_UH.to(self.compute_dtype), weight, *_places(inputs))
-
     def _output(self, inputs: RowInputs) -> Tensor:
         arguments: dict[str, Any] = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "use_cache": False}
         if inputs.mask is not None:
@@ -346,11 +338,12 @@ class Policy:
             arguments["logits_to_keep"] = inputs.keep
         if self.replay is not None:
             self.replay.use(inputs.routing)
-        with self._autocast(), self._shown(inputs):
-            logits_RCV = self.model(**arguments).logits
+        left_out = contextlib.nullcontext() if self._head is None else self._head.left_out()
+        with left_out, self._autocast(), self._shown(inputs):
+            output = self.model(**arguments).logits
         if not self._keeps_logits:
-            logits_RCV = logits_RCV[:, inputs.keep]
-        return cast("Tensor", logits_RCV[0] if inputs.kept is None else logits_RCV.flatten(0, 1)[inputs.kept])
+            output = output[:, inputs.keep]
+        return cast("Tensor", output[0] if inputs.kept is None else output.flatten(0, 1)[inputs.kept])
 
     def _shown(self, inputs: RowInputs) -> contextlib.AbstractContextManager[None]:
         if inputs.images is None or self.vision is None:
@@ -480,10 +473,6 @@ class Policy:
         if self.compute_dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
-
-
-def _places(inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor, Processing | None]:
-    return inputs.which, inputs.target, inputs.temperature, inputs.processing
 
 
 def resolve_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from support.tiny_models import make_model
 from trainer.algorithms.algorithm import loss_of
 from trainer.batch.batch import build, minibatches, pack
 from trainer.batch.forest import Forest, dense_mask
-from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
+from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import why_untrainable
 from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
@@ -216,7 +216,7 @@ def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, r
     assert actual[2] < expected[2]
 
 
-def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
+def test_logprobs_from_logits_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
     """In chunks of two predictors, one of them shared, at several temperatures, with entropy in the loss."""
     monkeypatch.setitem(LOGITS_IN_CHUNK, "cpu", 2 * 11)
     torch.manual_seed(0)
@@ -225,7 +225,7 @@ def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax
     temperature = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0])
     pull, push = torch.randn(5), torch.randn(5)
 
-    logprobs, entropy = selected_logprobs(logits, which, target, temperature)
+    logprobs, entropy = token_logprobs(logits, None, which, target, temperature)
     (pull @ logprobs + push @ entropy).backward()
 
     plain = logits.detach().double().requires_grad_()
@@ -245,7 +245,7 @@ def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradi
     temperature, pull, push = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0]), torch.randn(5), torch.randn(5)
     hidden, weight = torch.randn(5, 7), torch.randn(11, 7)
     found = []
-    for compute in (linear_logprobs, lambda h, w, *rest: selected_logprobs(h @ w.T, *rest)):
+    for compute in (token_logprobs, lambda h, w, *rest: token_logprobs(h @ w.T, None, *rest)):
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logprobs, entropy = compute(*inputs, which, target, temperature)
         (pull @ logprobs + push @ entropy).backward()

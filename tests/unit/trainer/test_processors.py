@@ -14,7 +14,7 @@ from support.tiny_models import VOCABULARY, config_of, load_model, make_model
 import trainer.batch.sampling as sampling_module
 from trainer.batch.batch import build, pack, row_processors, trained_turns, with_ratio
 from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
-from trainer.batch.logprobs import LOGITS_IN_CHUNK, linear_logprobs, selected_logprobs
+from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.processors import RowProcessors, SampledTurn
 from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, is_known, processors, processors_of, resolved
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
@@ -122,9 +122,9 @@ def test_values_and_gradients_equal_autograd_of_the_formula_in_float64(monkeypat
     rows = torch.tensor([0, 0, 1, 2, 3, 4, 5])  # the plain token and the first one have one hidden state
     args = which, target, temperature, processing
     if from_hidden:
-        logprobs, entropy = linear_logprobs(inputs[0][rows], inputs[1], *args)
+        logprobs, entropy = token_logprobs(inputs[0][rows], inputs[1], *args)
     else:
-        logprobs, entropy = selected_logprobs(inputs[0][rows] @ inputs[1].T, *args)
+        logprobs, entropy = token_logprobs(inputs[0][rows] @ inputs[1].T, None, *args)
 
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     logits = exact[0] @ exact[1].T
@@ -423,7 +423,7 @@ def test_masks_that_contradict_one_another_leave_a_finite_gradient_and_no_logpro
     row = RowProcessors(turns=[turn], turn=np.array([0]), place=np.array([0]))
     logits, which = torch.randn(1, 5, requires_grad=True), torch.tensor([0])
     processing = row.placed(which, lambda tensor: tensor)
-    logprobs, entropy = selected_logprobs(logits, which, torch.tensor([3]), torch.ones(1), processing)
+    logprobs, entropy = token_logprobs(logits, None, which, torch.tensor([3]), torch.ones(1), processing)
     (logprobs.exp() + entropy).sum().backward()
     assert logprobs.item() < -1e20
     assert entropy.item() == 0
