@@ -227,7 +227,7 @@ class Relay:
                 "discard this stream and retry to get the stored reply",
                 code="idempotency_key_in_use",
             )
-        running.call.restart_encoder()
+        running.call.encode_with(running.call.make_encoder)
         answer = await self._repeated(running)
         if answer is None:
             raise Conflict(

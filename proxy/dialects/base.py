@@ -147,9 +147,6 @@ class Call:
     def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
         self.make_encoder, self.encoder = make_encoder, make_encoder()
 
-    def restart_encoder(self) -> None:
-        self.encoder = self.make_encoder()
-
     @property
     def tools(self) -> list[Json] | None:
         return self.body.get("tools") or None

@@ -334,7 +334,7 @@ class Engine:
         try:
             await self.ask("GET", "/health", seconds=HEALTH_TIMEOUT_SECONDS)
         except (EngineUnavailable, EngineRefused) as error:
-            if self.is_serving and isinstance(error.__cause__, TimeoutError) and self._http.has_heard(began):
+            if self.is_serving and isinstance(error.__cause__, TimeoutError) and self._http.heard_at >= began:
                 self._answered_at = time.monotonic()
                 return
             self._failed_checks += 1

@@ -322,10 +322,6 @@ class HttpClient:
         if self._connector is not None:
             await self._connector.close()
 
-    def has_heard(self, since: float) -> bool:
-        """Return whether the server has sent anything since this instant of the event loop's clock."""
-        return self.heard_at >= since
-
     def abort_requests(self, reason: str) -> None:
         for answer in list(self.running):
             answer.fail(Disconnected(reason))

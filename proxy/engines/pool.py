@@ -147,9 +147,31 @@ class EnginePool:
         self.in_use = set().union(*(state.in_use for state in states.values()))
         self.read_at = read_at
 
-    def find_policy(self, tenant: str, name: str) -> Policy | None:
-        """Return the tenant's policy of this name, or the default policy by its name; None if there is none."""
-        return self.policies.get((schema.NO_TENANT if name == DEFAULT_POLICY_NAME else tenant, name))
+    def find_policy(self, tenant: str, name: str, model: str | None = None) -> Policy | None:
+        """Return the policy that a model names; None for a model that stands for the served policy, as an empty one.
+
+        Args:
+            tenant: the caller's.
+            name: of a policy of the tenant, or of the default policy.
+            model: the name and a version; None where it is the name alone.
+
+        Raises:
+            NotFound: the model is of no policy, and does not stand for the served one.
+        """
+        policy = self.policies.get((schema.NO_TENANT if name == DEFAULT_POLICY_NAME else tenant, name))
+        model = name if model is None else model
+        served = {engine.model for engine in self.engines}
+        if policy is not None or not model or model in served or self._stands_for_policy(model):
+            return policy
+        if adapter_version(model) is not None:
+            hint = "the proxy itself chooses the policy version of a call"
+        else:
+            hint = "the setting `model_names` says which other names are accepted"
+        raise NotFound(
+            f"model {model!r:.80} is not served; ask for {', '.join(map(repr, sorted(served)))}; {hint}",
+            param="model",
+            code="model_not_found",
+        )
 
     def check_in_use(self, policy_id: int) -> None:
         """Check that sessions may sample with a policy.
@@ -178,9 +200,8 @@ class EnginePool:
         call.policy_id = principal.policy_id
         name, _, number = call.model.rpartition("@")
         named = name if _VERSION.fullmatch(number) else call.model
-        policy = self.find_policy(principal.tenant, named)
+        policy = self.find_policy(principal.tenant, named, call.model)
         if policy is None:
-            self.check_served(call.model)
             if self.archived:
                 self.check_in_use(principal.policy_id)
             return
@@ -200,25 +221,6 @@ class EnginePool:
         if found.status is PolicyStatus.FAILED:
             raise Conflict(f"version {version} failed: {found.error}", param="model", code="version_not_loaded")
         return found
-
-    def check_served(self, name: str) -> None:
-        """Check that a name stands for the served policy; an empty name always does.
-
-        Raises:
-            NotFound: it does not.
-        """
-        served = {engine.model for engine in self.engines}
-        if not name or name in served or self._stands_for_policy(name):
-            return
-        if adapter_version(name) is not None:
-            hint = "the proxy itself chooses the policy version of a call"
-        else:
-            hint = "the setting `model_names` says which other names are accepted"
-        raise NotFound(
-            f"model {name!r:.80} is not served; ask for {', '.join(map(repr, sorted(served)))}; {hint}",
-            param="model",
-            code="model_not_found",
-        )
 
     def _stands_for_policy(self, name: str) -> bool:
         if adapter_version(name) is not None or len(name) > MAX_NAME_LENGTH:

@@ -162,7 +162,7 @@ class Limits:
         """Waiting calls by key; the first key is served next."""
         self._timer: asyncio.TimerHandle | None = None
         self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
-        """Whether `admit` counts calls at all."""
+        """Whether calls need `admit`; without it only the number of all calls is counted."""
 
     async def admit(self, principal: Principal) -> list[Scope]:
         """Take a place in all scopes of the caller, after waiting in the queue if there is none; return them.
@@ -172,8 +172,6 @@ class Limits:
         Raises:
             Overloaded: no place within `queue_seconds`.
         """
-        if not self.are_set:
-            return []
         scopes = self._scopes_of(principal)
         if not self._queues and not self._blocked_seconds(scopes):
             _enter(scopes)

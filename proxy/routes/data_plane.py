@@ -97,8 +97,8 @@ class ModelsEndpoint(Endpoint):
         name = scope["path_params"].get("model")
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
             principal = await services.authenticator.authenticate(dialect.normalise_headers(headers, query_of(scope)))
-            if name is not None and services.pool.find_policy(principal.tenant, name) is None:
-                services.pool.check_served(name)
+            if name is not None:
+                services.pool.find_policy(principal.tenant, name)  # which refuses a name that is not served
             answer = await services.pool.route(principal.key_id).ask("GET", "/v1/models")
         models = services.pool.listed(answer["data"])
         if name is None:
