@@ -1,4 +1,4 @@
-"""How many calls a key and a tenant may have at once and each minute, and which waiting call goes next.
+"""How many calls at once, and calls and tokens each minute, a key and a tenant may have; which waiting call is next.
 
 Each proxy process counts for itself. A session key counts as the key that made it. A call over a limit waits for
 `queue_seconds`: keys take turns, so that a key with many waiting calls delays no other key by more than one call.

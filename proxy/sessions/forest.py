@@ -1,4 +1,4 @@
-"""The turns of a session in memory: a forest in which a turn extends its parent.
+"""A session's turns in memory as a forest: which turn a request extends, and by which reason its chain breaks.
 
 A turn takes about a thousand bytes, so the turns are the largest part of what a proxy remembers of a long session.
 Token ids are kept as the JSON text that goes to the engine, in pieces that the turns of a chain share. Encoding and

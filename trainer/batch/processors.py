@@ -1,4 +1,4 @@
-"""An engine's penalties, bias, masks, temperature and top-p, applied to the trainer's logits in the engine's order.
+"""An engine's masks, bias, penalties, min-p, top-k and top-p, applied to the trainer's logits in the engine's order.
 
 The order is that of vLLM 0.32 (vllm/v1/sample/sampler.py): a grammar's mask, allowed ids, bad words and `min_tokens`,
 logit bias, the penalties, the temperature, then min-p, top-k and top-p. The last three are the stored support, so that

@@ -1,4 +1,4 @@
-"""The states that training starts from: of a new run, of a restart, or of an older version after a rollback or a pin.
+"""What training starts from: a new run, a restart (which settings may change), or a version after a roll-back or a pin.
 
 A checkpoint holds the settings that it was trained under. Most may change on a restart, and are logged; a few are
 refused. The optimizer's settings are the current ones, never those of its saved state.
