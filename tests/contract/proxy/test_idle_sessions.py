@@ -9,7 +9,6 @@ from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
 from proxy import sweeper
-from turnwise.store import sessions
 from turnwise.types import utc_now
 
 HOUR = datetime.timedelta(hours=1)
@@ -51,7 +50,7 @@ def test_a_session_without_activity_expires_whatever_the_clock_was_before(tmp_pa
     with in_process_proxy(tmp_path, session_idle_seconds=HOUR.total_seconds()) as (http, _):
         call(http, "idle")
         monkeypatch.setattr(sweeper, "utc_now", lambda: utc_now() + 2 * HOUR)
-        monkeypatch.setattr(sessions, "monotonic", lambda: time.monotonic() + 2 * HOUR.total_seconds())
+        monkeypatch.setattr("turnwise.store.database.monotonic", lambda: time.monotonic() + 2 * HOUR.total_seconds())
         wait_for_a_sweep(http)
         assert http.get("/v1/sessions/idle").json()["status"] == "expired"
 

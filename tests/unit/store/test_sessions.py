@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def test_a_corrected_clock_read_no_later_an_hour_ago_than_it_may_have(monkeypatc
     clock = IdleClock(hour)
 
     def an_hour_ago(second: int, reads: datetime.timedelta) -> datetime.timedelta:
-        monkeypatch.setattr("turnwise.store.database.time", SimpleNamespace(monotonic=lambda: second))
+        monkeypatch.setattr("turnwise.store.database.monotonic", lambda: second)
         return clock.earliest(noon + reads, hour) - noon
 
     seconds = datetime.timedelta(seconds=1)
