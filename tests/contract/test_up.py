@@ -25,8 +25,9 @@ from turnwise.commands.up import _takes_adapter
 from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
+from turnwise.processes.engine_command import EngineSettings
 from turnwise.processes.ports import free_port
-from turnwise.processes.stack import SHOWN_LOGGERS, GpuPlan, plan_gpus
+from turnwise.processes.stack import SHOWN_LOGGERS, GpuPlan, UpSettings
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
 
@@ -195,37 +196,37 @@ def test_eight_gpus_are_used_by_four_engines_and_a_trainer_of_four_processes(mon
 
 
 PLANS = [
-    ({"num_gpus": 0}, GpuPlan(((),), (), None)),
+    (0, {}, {}, GpuPlan(((),), (), None)),
     # One GPU is shared by memory: 0.4 for the engine, the rest for weights, gradients and AdamW's moments.
-    ({"num_gpus": 1}, GpuPlan(((0,),), (0,), 0.4)),
-    ({"num_gpus": 1, "has_trainer": False}, GpuPlan(((0,),), (), None)),
-    ({"num_gpus": 1, "engine_memory": 0.3}, GpuPlan(((0,),), (0,), 0.3)),
-    ({"num_gpus": 2}, GpuPlan(((0,),), (1,), None)),
-    ({"num_gpus": 3}, GpuPlan(((0,),), (1, 2), None)),
-    ({"num_gpus": 8, "tensor_parallel": 4}, GpuPlan(((0, 1, 2, 3),), (4, 5, 6, 7), None)),
-    ({"num_gpus": 8, "tensor_parallel": 2}, GpuPlan(((0, 1), (2, 3)), (4, 5, 6, 7), None)),
-    ({"num_gpus": 4, "trainer_gpus": (0,)}, GpuPlan(((1,), (2,), (3,)), (0,), None)),
-    ({"num_gpus": 4, "engine_gpus": (3,)}, GpuPlan(((3,),), (0, 1, 2), None)),
-    ({"num_gpus": 2, "engine_gpus": (0, 1), "trainer_gpus": (0, 1)}, GpuPlan(((0,), (1,)), (0, 1), 0.4)),
+    (1, {}, {}, GpuPlan(((0,),), (0,), 0.4)),
+    (1, {"trainer": False}, {}, GpuPlan(((0,),), (), None)),
+    (1, {}, {"gpu_memory": 0.3}, GpuPlan(((0,),), (0,), 0.3)),
+    (2, {}, {}, GpuPlan(((0,),), (1,), None)),
+    (3, {}, {}, GpuPlan(((0,),), (1, 2), None)),
+    (8, {}, {"tensor_parallel": 4}, GpuPlan(((0, 1, 2, 3),), (4, 5, 6, 7), None)),
+    (8, {}, {"tensor_parallel": 2}, GpuPlan(((0, 1), (2, 3)), (4, 5, 6, 7), None)),
+    (4, {"trainer_gpus": [0]}, {}, GpuPlan(((1,), (2,), (3,)), (0,), None)),
+    (4, {"engine_gpus": [3]}, {}, GpuPlan(((3,),), (0, 1, 2), None)),
+    (2, {"engine_gpus": [0, 1], "trainer_gpus": [0, 1]}, {}, GpuPlan(((0,), (1,)), (0, 1), 0.4)),
 ]
 
 
-@pytest.mark.parametrize(("given", "plan"), PLANS)
-def test_gpus_are_divided_between_engines_and_trainer(given, plan):
-    assert plan_gpus(**given) == plan
+@pytest.mark.parametrize(("num_gpus", "given", "of_engine", "plan"), PLANS)
+def test_gpus_are_divided_between_engines_and_trainer(num_gpus, given, of_engine, plan):
+    assert UpSettings(**given).gpu_plan(num_gpus, EngineSettings(model="m", **of_engine)) == plan
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("num_gpus", "given", "of_engine", "message"),
     [
-        ({"num_gpus": 2, "trainer_gpus": (2,)}, "there is no GPU 2: this machine has 2"),
-        ({"num_gpus": 0, "engine_gpus": (0,)}, "there is no GPU 0: this machine has 0"),
-        ({"num_gpus": 6, "tensor_parallel": 2}, "3 GPUs for engines cannot be divided into groups of 2"),
+        (2, {"trainer_gpus": [2]}, {}, "there is no GPU 2: this machine has 2"),
+        (0, {"engine_gpus": [0]}, {}, "there is no GPU 0: this machine has 0"),
+        (6, {}, {"tensor_parallel": 2}, "3 GPUs for engines cannot be divided into groups of 2"),
     ],
 )
-def test_gpus_that_do_not_fit_the_machine_are_refused(given, message):
+def test_gpus_that_do_not_fit_the_machine_are_refused(num_gpus, given, of_engine, message):
     with pytest.raises(SettingsError, match=message):
-        plan_gpus(**given)
+        UpSettings(**given).gpu_plan(num_gpus, EngineSettings(model="m", **of_engine))
 
 
 RUNNING = RunningStack(os.getpid(), "sqlite:///used.db", "http://127.0.0.1:8123", ["http://127.0.0.1:8124"])
@@ -382,6 +383,7 @@ def test_up_keeps_none_of_the_memory_of_its_checks(model):
         from turnwise.commands import preflight
         from turnwise.commands.cli import main
         from turnwise.processes import engine_command
+from turnwise.processes.engine_command import EngineSettings
         engine_command.packages_problem = lambda: None
         preflight.check_database_model = lambda *_: signal.raise_signal(signal.SIGINT)
         main(["up", "--model", sys.argv[1], "--port", sys.argv[2]], standalone_mode=False)

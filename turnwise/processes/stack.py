@@ -42,57 +42,6 @@ class GpuPlan:
     """Share of each engine GPU's memory; None leaves it to vLLM."""
 
 
-def plan_gpus(
-    num_gpus: int,
-    *,
-    has_trainer: bool = True,
-    engine_gpus: tuple[int, ...] | None = None,
-    trainer_gpus: tuple[int, ...] | None = None,
-    tensor_parallel: int = 1,
-    engine_memory: float | None = None,
-) -> GpuPlan:
-    """Return which process gets which of this machine's GPUs; what is None is chosen here.
-
-    An engine has `tensor_parallel` GPUs, and takes the share `engine_memory` of the memory of each.
-
-    Raises:
-        SettingsError: a GPU is named that this machine does not have, or the engine's GPUs cannot be divided.
-    """
-    named = (*(engine_gpus or ()), *(trainer_gpus or ()))
-    if missing := sorted(gpu for gpu in named if gpu >= num_gpus):
-        raise SettingsError(f"there is no GPU {missing[0]}: this machine has {num_gpus}, counted from 0")
-    if num_gpus == 0:
-        return GpuPlan(engines=((),), trainer=(), engine_memory=None)
-    engines, trainer = _divided(num_gpus, engine_gpus, trainer_gpus, has_trainer=has_trainer)
-    if len(engines) % tensor_parallel:
-        raise SettingsError(
-            f"{len(engines)} GPUs for engines cannot be divided into groups of {tensor_parallel}; change "
-            "tensor_parallel or engine_gpus"
-        )
-    is_shared = bool(set(engines) & set(trainer))
-    groups = [engines[start : start + tensor_parallel] for start in range(0, len(engines), tensor_parallel)]
-    return GpuPlan(
-        engines=tuple(groups),
-        trainer=trainer,
-        engine_memory=engine_memory or (SHARED_GPU_MEMORY if is_shared else None),
-    )
-
-
-def _divided(
-    num_gpus: int, engine_gpus: tuple[int, ...] | None, trainer_gpus: tuple[int, ...] | None, *, has_trainer: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    everything = tuple(range(num_gpus))
-    if not has_trainer:
-        return engine_gpus or everything, ()
-    if engine_gpus is None:
-        rest = tuple(gpu for gpu in everything if gpu not in (trainer_gpus or ()))
-        wanted = rest[: max(1, num_gpus // 2)] if trainer_gpus is None else rest
-        engine_gpus = wanted or everything[:1]
-    if trainer_gpus is None:
-        trainer_gpus = tuple(gpu for gpu in everything if gpu not in engine_gpus) or engine_gpus[:1]
-    return engine_gpus, trainer_gpus
-
-
 SHOWN_LOGGERS = {
     "proxy": ("proxy.reload.arms", "proxy.reload.driver"),
     "trainer": tuple(
@@ -133,19 +82,40 @@ class UpSettings(Settings):
     """Indexes of the trainer's GPUs, one process each; by default those without an engine."""
 
     def gpu_plan(self, num_gpus: int, engine: EngineSettings) -> GpuPlan:
-        """Return which process gets which GPUs; `engine` are the settings of each engine.
+        """Return which process gets which of this machine's GPUs; `engine` are the settings of each engine.
 
         Raises:
-            SettingsError: the settings do not fit the machine.
+            SettingsError: a GPU is named that this machine does not have, or the engine's GPUs cannot be divided.
         """
-        return plan_gpus(
-            num_gpus,
-            has_trainer=self.trainer,
-            engine_gpus=None if self.engine_gpus is None else tuple(self.engine_gpus),
-            trainer_gpus=None if self.trainer_gpus is None else tuple(self.trainer_gpus),
-            tensor_parallel=engine.tensor_parallel,
-            engine_memory=engine.gpu_memory,
+        named = (*(self.engine_gpus or ()), *(self.trainer_gpus or ()))
+        if missing := sorted(gpu for gpu in named if gpu >= num_gpus):
+            raise SettingsError(f"there is no GPU {missing[0]}: this machine has {num_gpus}, counted from 0")
+        if num_gpus == 0:
+            return GpuPlan(engines=((),), trainer=(), engine_memory=None)
+        engines, trainer = self._divided(list(range(num_gpus)))
+        size = engine.tensor_parallel
+        if len(engines) % size:
+            raise SettingsError(
+                f"{len(engines)} GPUs for engines cannot be divided into groups of {size}; change "
+                "tensor_parallel or engine_gpus"
+            )
+        is_shared = bool(set(engines) & set(trainer))
+        return GpuPlan(
+            engines=tuple(tuple(engines[start : start + size]) for start in range(0, len(engines), size)),
+            trainer=tuple(trainer),
+            engine_memory=engine.gpu_memory or (SHARED_GPU_MEMORY if is_shared else None),
         )
+
+    def _divided(self, everything: list[int]) -> tuple[list[int], list[int]]:
+        engines, trainer = self.engine_gpus, self.trainer_gpus
+        if not self.trainer:
+            return engines or everything, []
+        if engines is None:
+            rest = [gpu for gpu in everything if gpu not in (trainer or ())]
+            engines = (rest[: max(1, len(everything) // 2)] if trainer is None else rest) or everything[:1]
+        if trainer is None:
+            trainer = [gpu for gpu in everything if gpu not in engines] or engines[:1]
+        return engines, trainer
 
 
 @dataclass(frozen=True)
