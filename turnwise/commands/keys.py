@@ -7,7 +7,7 @@ import datetime as dt
 import click
 
 from turnwise.client.wire import given
-from turnwise.commands.output import print_records, print_stored, with_cost
+from turnwise.commands.output import confirm, print_records, print_stored, with_cost
 from turnwise.commands.place import (
     DataPlace,
     database_option,
@@ -17,7 +17,6 @@ from turnwise.commands.place import (
     refuse_tenant,
     takes_place,
 )
-from turnwise.errors import SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now, values_of
 
 KEY_COLUMNS = (
@@ -31,6 +30,7 @@ FIRST_KEY = (
     "This is the first key: within 5 seconds the proxy refuses every call without a key, also of agents that run now, "
     "and no later command undoes that. Create it?"
 )
+REFUSED = "no key is created; answer y, or pass --yes"
 
 
 @click.group("keys")
@@ -65,7 +65,7 @@ def keys_create(
         if client is not None:
             refuse_tenant(tenant)
             if not yes and not client.keys() and next(client.sessions(), None) is not None:
-                _confirm_first()
+                confirm(FIRST_KEY, REFUSED)
             lifetime = None if expires_days is None else max(1, round(SECONDS_A_DAY * expires_days))
             limits = given({"expires_in_seconds": lifetime, "token_budget": token_budget})
             created = client.create_key(role=role, name=name, policy=policy, **limits)
@@ -80,7 +80,7 @@ def keys_create(
         with store.read() as conn:
             locks_out = not stored_keys.any_keys(conn) and sessions.list_sessions(conn, SessionFilter(), limit=1)[0]
         if locks_out and not yes:
-            _confirm_first()
+            confirm(FIRST_KEY, REFUSED)
         with store.write() as conn:
             key_id, key = stored_keys.create_key(
                 conn,
@@ -93,13 +93,6 @@ def keys_create(
             )
     made = (key_id, key, tenant or "default", role, name, policy)
     print_records(dict(zip(CREATED, made, strict=True)), as_json=as_json)
-
-
-def _confirm_first() -> None:
-    try:
-        click.confirm(FIRST_KEY, abort=True, err=True)
-    except click.Abort as error:
-        raise SettingsError("no key is created; answer y, or pass --yes") from error
 
 
 @keys.command("list")

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from pydantic import SecretStr
 
+from turnwise.errors import SettingsError
 from turnwise.settings import describe_secret
 from turnwise.types import Json
 
@@ -21,6 +22,18 @@ def print_error(text: str) -> None:
     for handler in logging.root.handlers:
         handler.flush()
     click.echo(f"turnwise: {text}", err=True)
+
+
+def confirm(question: str, refusal: str) -> None:
+    """Ask on the terminal.
+
+    Raises:
+        SettingsError: the answer is not yes, with the refusal.
+    """
+    try:
+        click.confirm(question, abort=True, err=True)
+    except click.Abort as error:
+        raise SettingsError(refusal) from error
 
 
 def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.output import print_records, print_stored, with_cost
+from turnwise.commands.output import confirm, print_records, print_stored, with_cost
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
@@ -24,7 +24,7 @@ from turnwise.commands.place import (
     sessions_of,
     takes_place,
 )
-from turnwise.errors import NotFound, SettingsError
+from turnwise.errors import NotFound
 from turnwise.types import Json, utc_now, values_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def forget(
     with opened(database_url(database), creates=False) as store:
         found = _contents(store, tenant, session_id, user_id)
         if not yes:
-            _confirm(found)
+            confirm(f"Delete {found} for good?", f"not deleted: {found}; answer y, or pass --yes")
         if user_id is not None:
             of_user = SessionFilter(tenant=tenant, user_id=user_id)
             deleted = _delete_all(store, lambda conn: retention.delete_sessions(conn, of_user))
@@ -151,14 +151,6 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
     if session_id is not None:
         return f"session {session_id!r} of tenant {tenant!r}"
     return f"all {num_sessions} sessions and {num_keys} keys of tenant {tenant!r}"
-
-
-def _confirm(found: str) -> None:
-    """Ask on the terminal."""
-    try:
-        click.confirm(f"Delete {found} for good?", abort=True, err=True)
-    except click.Abort as error:
-        raise SettingsError(f"not deleted: {found}; answer y, or pass --yes") from error
 
 
 @click.command("archive")
