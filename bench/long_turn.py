@@ -108,10 +108,6 @@ class Server:
         self.serving = [each for each in process_tree(pid) if each not in writers]
         self._http = http.client.HTTPConnection(self._address, timeout=300)
 
-    def reconnect(self) -> None:
-        """Send the next turn over a new connection."""
-        self._http.close()
-
     def get(self, path: str) -> Any:
         """Return the decoded answer to a request without a body."""
         return orjson.loads(self.text(path))
