@@ -51,7 +51,7 @@ def running(argv: list[str], url: str) -> Iterator[subprocess.Popen[bytes]]:
 def real_engine(**settings: Any) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run vLLM on the CPU until the block ends; yield its URL and its process."""
     port = free_port()
-    started = build_command(EngineSettings(port=port, weight_transfer=False, **settings), gpu=False)
+    started = build_command(EngineSettings(port=port, device="cpu", weight_transfer=False, **settings))
     variables = [f"{name}={value}" for name, value in started.environment.items()]
     url = f"http://127.0.0.1:{port}"
     with running(["env", *variables, *started.argv], f"{url}/health") as process:

@@ -92,6 +92,7 @@ def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file():
     settings = EngineSettings(
         model="owner/name",
         gpus=[0, 1],
+        device="gpu",
         tensor_parallel=2,
         gpu_memory=0.4,
         lora=True,
@@ -100,7 +101,7 @@ def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file():
         max_lora_rank=12,
         max_model_len=4096,
     )
-    command = build_command(settings, gpu=True)
+    command = build_command(settings)
     variables = {"ENGINE_FLAGS": "--enable-lora --max-lora-rank 16 --max-loras 2", "ENGINE_TENSOR_PARALLEL": "2"}
     gpu = compose_file.services("gpu", variables)["engine"]
     cpu = compose_file.services("cpu", {})["engine-cpu"]

@@ -64,10 +64,9 @@ def running_engine(
     model_dir: Path, log: Path, *extra: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningEngine]:
     """Run a real vLLM with our flags and `extra` ones, and with further variables, until the block ends."""
-    settings = EngineSettings(
-        model=str(model_dir), port=free_port(), served_model_name="small", lora=True, weight_transfer=True
-    )
-    command = build_command(settings, extra, gpu=False)
+    served = {"served_model_name": "small", "lora": True, "weight_transfer": True}
+    settings = EngineSettings(model=str(model_dir), port=free_port(), device="cpu", **served)
+    command = build_command(settings, extra)
     plugin, further = plugin_environment(log.parent), dict(environment or {})
     variables = command.environment | plugin | further
     if paths := [each["PYTHONPATH"] for each in (plugin, further) if "PYTHONPATH" in each]:

@@ -132,10 +132,11 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile):
         served_model_name="policy",
         host="0.0.0.0",
         allow_remote=True,
+        device="gpu" if profile == "gpu" else "cpu",
         weight_transfer=False,
         kv_cache_bytes=512 * 2**20,  # 11 calls of the longest kind of the model that is served by default
     )
-    wanted = build_command(settings, gpu=profile == "gpu")
+    wanted = build_command(settings)
     flags = list(wanted.argv[wanted.argv.index("/models/policy") + 1 :])
     share = ["--gpu-memory-utilization", "0.4", "--tensor-parallel-size", "1"] if profile == "gpu" else []
     assert shlex.split(service["command"]) == ["/models/policy", *flags, *share]

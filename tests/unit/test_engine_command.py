@@ -35,7 +35,7 @@ def _flag(argv: tuple[str, ...], name: str) -> str:
 
 
 def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spins(model_dir):
-    command = build_command(EngineSettings(model=str(model_dir)), gpu=False)
+    command = build_command(EngineSettings(model=str(model_dir), device="cpu"))
     assert command.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     assert _flag(command.argv, "--distributed-executor-backend") == "uni"
     assert _flag(command.argv, "--dtype") == "float32"
@@ -67,14 +67,14 @@ def test_the_cache_on_a_cpu_holds_32_long_calls_within_limits(tmp_path):
         ),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        settings = EngineSettings(model=str(tmp_path), max_model_len=length)
-        argv = build_command(settings, gpu=False).argv
+        settings = EngineSettings(model=str(tmp_path), max_model_len=length, device="cpu")
+        argv = build_command(settings).argv
         assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(expected)
         assert argv[argv.index("--block-size") + 1] == "32"
 
 
 def test_with_a_gpu_it_is_the_official_command_without_the_cpu_flags():
-    command = build_command(EngineSettings(model="Qwen/Qwen3-0.6B"), gpu=True)
+    command = build_command(EngineSettings(model="Qwen/Qwen3-0.6B", device="gpu"))
     assert Path(command.argv[0]).name == "vllm"
     assert command.argv[1:3] == ("serve", "Qwen/Qwen3-0.6B")
     assert not {"--enforce-eager", "--distributed-executor-backend", "--dtype"} & set(command.argv)
@@ -86,8 +86,8 @@ def test_with_a_gpu_it_is_the_official_command_without_the_cpu_flags():
 
 
 def test_the_flags_that_capture_needs_are_the_default_on_any_device():
-    for gpu in (False, True):
-        argv = build_command(EngineSettings(model="owner/name"), gpu=gpu).argv
+    for device in ("cpu", "gpu"):
+        argv = build_command(EngineSettings(model="owner/name", device=device)).argv
         assert _flag(argv, "--logprobs-mode") == "processed_logprobs"
         assert _flag(argv, "--tool-call-parser") == "hermes"
         assert "--enable-auto-tool-choice" in argv
@@ -95,8 +95,8 @@ def test_the_flags_that_capture_needs_are_the_default_on_any_device():
 
 
 def test_lora_enables_vllms_adapter_routes(model_dir):
-    settings = EngineSettings(model=str(model_dir), lora=True, max_loras=4, max_cpu_loras=9)
-    command = build_command(settings, gpu=False)
+    settings = EngineSettings(model=str(model_dir), lora=True, max_loras=4, max_cpu_loras=9, device="cpu")
+    command = build_command(settings)
     for flag, value in (("--max-loras", "4"), ("--max-cpu-loras", "9")):
         assert command.argv[command.argv.index(flag) + 1] == value
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
@@ -171,16 +171,16 @@ def test_the_parser_of_tool_calls_is_the_one_for_what_the_chat_template_writes(m
     """TRL's package has the chat templates of public models."""
     templates = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
     shutil.copyfile(templates / f"{template}.jinja", model_dir / "chat_template.jinja")
-    assert _flag(build_command(EngineSettings(model=str(model_dir)), gpu=False).argv, "--tool-call-parser") == parser
-    chosen = EngineSettings(model=str(model_dir), tool_call_parser="pythonic")
-    assert _flag(build_command(chosen, gpu=False).argv, "--tool-call-parser") == "pythonic"
-    none = EngineSettings(model=str(model_dir), tool_call_parser="")
-    assert "--enable-auto-tool-choice" not in build_command(none, gpu=False).argv
+    assert _flag(build_command(EngineSettings(model=str(model_dir), device="cpu")).argv, "--tool-call-parser") == parser
+    chosen = EngineSettings(model=str(model_dir), tool_call_parser="pythonic", device="cpu")
+    assert _flag(build_command(chosen).argv, "--tool-call-parser") == "pythonic"
+    none = EngineSettings(model=str(model_dir), tool_call_parser="", device="cpu")
+    assert "--enable-auto-tool-choice" not in build_command(none).argv
 
 
 def test_gpt_oss_gets_the_only_parser_that_vllm_takes_for_it(model_dir):
     model = _write_config(model_dir, model_type="gpt_oss")
-    assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--tool-call-parser") == "openai"
+    assert _flag(build_command(EngineSettings(model=model, device="cpu")).argv, "--tool-call-parser") == "openai"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_gpt_oss_gets_the_only_parser_that_vllm_takes_for_it(model_dir):
 )
 def test_gated_delta_nets_and_quantised_weights_are_served_in_bfloat16_on_a_cpu(model_dir, fields):
     model = _write_config(model_dir, **fields)
-    assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--dtype") == "bfloat16"
+    assert _flag(build_command(EngineSettings(model=model, device="cpu")).argv, "--dtype") == "bfloat16"
     with pytest.raises(EngineError, match="which vLLM computes on a CPU in bfloat16 alone"):
         check_served(model, gpu=False, lora=False, dtype="float32")
     check_served(model, gpu=True, lora=False, dtype="float32")
@@ -309,15 +309,16 @@ def test_where_vllm_or_transformers_cannot_be_asked_vllm_decides(model_dir, tmp_
 )
 def test_an_engine_serves_no_texts_that_vllm_computes_otherwise_than_transformers(model_dir, fields):
     """Phi-4-mini: an engine of 131072 positions computes a text of 10 tokens with the factors of long ones."""
-    engine = EngineSettings(model=_write_config(model_dir, max_position_embeddings=131072, **fields))
-    for gpu in (True, False):
-        assert _flag(build_command(engine, gpu=gpu).argv, "--max-model-len") == "1024"
+    model = _write_config(model_dir, max_position_embeddings=131072, **fields)
+    for device in ("cpu", "gpu"):
+        engine = EngineSettings(model=model, device=device)
+        assert _flag(build_command(engine).argv, "--max-model-len") == "1024"
     longer = engine.model_copy(update={"max_model_len": 1025})
     with pytest.raises(SettingsError, match=r"otherwise than transformers, .*; set at most 1024"):
-        engine_command.check_model_fits(longer, gpu=True)
-    engine_command.check_model_fits(longer, gpu=True, is_trained=False)
+        engine_command.check_model_fits(longer)
+    engine_command.check_model_fits(longer, is_trained=False)
     right = engine.model_copy(update={"max_model_len": 1024})
-    engine_command.check_model_fits(right, gpu=True)
+    engine_command.check_model_fits(right)
     assert engine_command.length_note(right) is None
     assert engine_command.length_note(engine, ("--max-model-len=2048",)) is None
 
@@ -348,8 +349,9 @@ def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir,
 
 def test_a_missing_gpu_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
+    monkeypatch.setattr(engine_command, "num_gpus", lambda: 0)
     with pytest.raises(EngineError, match="--device cpu"):
-        check_startable(EngineSettings(model=str(model_dir), device="gpu"), gpu=False)
+        check_startable(EngineSettings(model=str(model_dir), device="gpu"))
 
 
 def _write_config(directory: Path, **values: object) -> str:
@@ -359,11 +361,11 @@ def _write_config(directory: Path, **values: object) -> str:
 
 def test_no_more_tokens_are_asked_for_than_the_model_has_positions(model_dir):
     model = _write_config(model_dir, max_position_embeddings=1024)
-    assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--max-model-len") == "1024"
+    assert _flag(build_command(EngineSettings(model=model, device="cpu")).argv, "--max-model-len") == "1024"
     with pytest.raises(SettingsError, match=r"max_model_len=2048 is more than the 1024 positions"):
-        check_startable(EngineSettings(model=model, max_model_len=2048), gpu=False)
+        check_startable(EngineSettings(model=model, max_model_len=2048, device="cpu"))
     longer = _write_config(model_dir, text_config={"max_position_embeddings": 40960})
-    assert _flag(build_command(EngineSettings(model=longer), gpu=False).argv, "--max-model-len") == "2048"
+    assert _flag(build_command(EngineSettings(model=longer, device="cpu")).argv, "--max-model-len") == "2048"
 
 
 @pytest.mark.parametrize("fields", [{"hidden_size": 64, "num_attention_heads": 4}, {"n_embd": 64, "n_head": 4}])
@@ -371,13 +373,14 @@ def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_sta
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     model = _write_config(model_dir, **fields)  # 64 / 4 = 16
     with pytest.raises(EngineError, match=r"attention heads of size 16, and on a CPU vLLM computes only the sizes 32"):
-        check_startable(EngineSettings(model=model, port=free_port()), gpu=False)
-    check_startable(EngineSettings(model=model, port=free_port()), gpu=True)
+        check_startable(EngineSettings(model=model, port=free_port(), device="cpu"))
+    monkeypatch.setattr(engine_command, "num_gpus", lambda: 1)
+    check_startable(EngineSettings(model=model, port=free_port(), device="gpu"))
 
 
 @pytest.mark.parametrize(("rank", "largest"), [(1, "1"), (4, "8"), (12, "16"), (16, "16"), (24, "32"), (300, "320")])
 def test_vllm_gets_the_next_largest_rank_that_it_has(model_dir, rank, largest):
-    command = build_command(EngineSettings(model=str(model_dir), lora=True, max_lora_rank=rank), gpu=False)
+    command = build_command(EngineSettings(model=str(model_dir), lora=True, max_lora_rank=rank, device="cpu"))
     assert _flag(command.argv, "--max-lora-rank") == largest
 
 

@@ -109,9 +109,14 @@ def test_every_volume_is_declared_and_only_the_trainer_writes_policies(name):
 def test_the_engines_flags_are_those_of_turnwise_engine():
     (engine,) = containers_of(WORKLOADS["turnwise-engine"])
     settings = EngineSettings(
-        model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True, weight_transfer=False
+        model="/models/policy",
+        served_model_name="policy",
+        host="0.0.0.0",
+        allow_remote=True,
+        device="gpu",
+        weight_transfer=False,
     )
-    wanted = build_command(settings, gpu=True)
+    wanted = build_command(settings)
     assert engine["args"] == list(wanted.argv[wanted.argv.index("/models/policy") :])
     environment = {variable["name"]: variable["value"] for variable in engine["env"]}
     assert wanted.environment.items() <= environment.items()

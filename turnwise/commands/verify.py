@@ -182,7 +182,7 @@ def _examine_model(model: str) -> Iterator[Finding]:
     from trainer.settings import TrainerSettings
     from turnwise.commands.certify import Certificate
     from turnwise.commands.preflight import check_trained
-    from turnwise.processes.engine_command import EngineSettings, check_model_fits, runs_on_gpu
+    from turnwise.processes.engine_command import EngineSettings, check_model_fits
     from turnwise.processes.installation import Finding, Severity
     from turnwise.processes.served_model import check_chat_template, check_model_directory
 
@@ -191,7 +191,7 @@ def _examine_model(model: str) -> Iterator[Finding]:
         try:
             check_model_directory(Path(model))
             check_chat_template(model, ())
-            check_model_fits(engine, gpu=runs_on_gpu(engine))
+            check_model_fits(engine)
             notes = check_trained(TrainerSettings(model=model, kind=kind))
             text = "; ".join(f"{name}: {note}" for name, note in notes.items())
             yield Finding(f"model, kind {kind}", Severity.OK, text)

@@ -158,12 +158,9 @@ def gpu_bytes() -> list[int]:
         return []
 
 
-def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu: bool | None = None) -> EngineCommand:
-    """Return the command that starts vLLM; `extra` are flags of vLLM that follow ours and override them.
-
-    Without `gpu` the settings and the machine decide.
-    """
-    gpu = runs_on_gpu(settings, gpu)
+def build_command(settings: EngineSettings, extra: tuple[str, ...] = ()) -> EngineCommand:
+    """Return the command that starts vLLM; `extra` are flags of vLLM that follow ours and override them."""
+    gpu = runs_on_gpu(settings)
     program = _gpu_program(settings) if gpu else _cpu_program(settings)
     flags = [*_shared_flags(settings), *([] if gpu else _cpu_flags(settings))]
     if gpu:
@@ -186,10 +183,7 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
     return EngineCommand((*program, *flags, *extra), environment)
 
 
-def runs_on_gpu(settings: EngineSettings, gpu: bool | None = None) -> bool:
-    """Return whether the engine runs on a GPU: as `gpu` says, or by the settings and the machine."""
-    if gpu is not None:
-        return gpu
+def runs_on_gpu(settings: EngineSettings) -> bool:
     return settings.device == "gpu" or (settings.device == "auto" and has_gpu())
 
 
@@ -270,7 +264,7 @@ OTHERWISE = "otherwise than transformers, by the factors of its longrope or by i
 """How vLLM computes a model in an engine that serves more than its `equal_positions`."""
 
 
-def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool | None = None) -> str | None:
+def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = ()) -> str | None:
     """Return what limits the length of texts below what the model has, or what a larger length costs; None if not."""
     equal, positions = equal_positions(settings.model), max_positions(settings.model)
     asked = settings.max_model_len
@@ -279,7 +273,7 @@ def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu
     if asked is not None:
         warning = f"with max_model_len={asked}, which is more than {equal}, vLLM computes it {OTHERWISE}"
         return f"{warning}: train nothing that it samples" if asked > equal else None
-    others = positions, None if runs_on_gpu(settings, gpu) else CPU_CONTEXT_TOKENS
+    others = positions, None if runs_on_gpu(settings) else CPU_CONTEXT_TOKENS
     if min(filter(None, others), default=math.inf) <= equal:
         return None
     return (
@@ -288,9 +282,7 @@ def length_note(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu
     )
 
 
-def check_model_fits(
-    settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool, is_trained: bool = True
-) -> None:
+def check_model_fits(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, is_trained: bool = True) -> None:
     """Refuse a model that vLLM would refuse only after its start, or at the first call.
 
     Where it `is_trained`, a length for which vLLM computes it otherwise than transformers is refused too.
@@ -308,16 +300,15 @@ def check_model_fits(
             f"max_model_len={asked} is more than the {positions} positions of the model {settings.model!r}; set at "
             f"most {positions}, or leave it out"
         )
-    check_served(settings.model, gpu=gpu, lora=settings.lora, dtype=settings.dtype, vllm_flags=vllm_flags)
+    gpu, lora = runs_on_gpu(settings), settings.lora
+    check_served(settings.model, gpu=gpu, lora=lora, dtype=settings.dtype, vllm_flags=vllm_flags)
 
 
 def _optional(flag: str, value: object) -> list[str]:
     return [] if value is None or value == "" else [flag, str(value)]
 
 
-def check_startable(
-    settings: EngineSettings, vllm_flags: Sequence[str] = (), *, gpu: bool | None = None, is_trained: bool = True
-) -> None:
+def check_startable(settings: EngineSettings, vllm_flags: Sequence[str] = (), *, is_trained: bool = True) -> None:
     """Refuse a start that would fail later with a traceback, or would open the engine to other machines.
 
     `is_trained` says whether a trainer learns from what the engine samples.
@@ -339,7 +330,7 @@ def check_startable(
             "weight_transfer=true needs Turnwise's plugin in vLLM's environment, and this one has none; install "
             "Turnwise here with pip, or set weight_transfer=false"
         )
-    if settings.device == "gpu" and not (has_gpu() if gpu is None else gpu):
+    if settings.device == "gpu" and not has_gpu():
         raise EngineError("device='gpu', but this machine shows no NVIDIA GPU; pass --device cpu")
     if settings.gpus is not None and len(settings.gpus) < settings.tensor_parallel:
         raise SettingsError(
@@ -348,7 +339,7 @@ def check_startable(
         )
     if is_directory(settings.model):
         check_model_directory(Path(settings.model))
-    check_model_fits(settings, vllm_flags, gpu=runs_on_gpu(settings, gpu), is_trained=is_trained)
+    check_model_fits(settings, vllm_flags, is_trained=is_trained)
     check_port_is_free("the engine", settings.host, settings.port)
 
 
