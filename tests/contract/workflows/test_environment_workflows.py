@@ -170,3 +170,4 @@ def test_a_slow_environment_does_not_block_the_event_loop(proxy):
                 engine.shutdown()
 
     assert {episode.termination_reason for episode in asyncio.run(go())} == {TerminationReason.ENV_DONE}
+    assert len(waiting) == 2  # neither was tried again
