@@ -29,6 +29,8 @@ KINDS = {"lora": "adapter", "full": "weights"}
 RATES = {"dpo": {"learning_rate": 2e-3}}
 """Settings of the tiny task that differ for these models, which are larger than the benchmark's own. DPO clips no step:
 with the benchmark's 5e-3 a group's sessions of Phi-3 are alike before they are right, in plain PyTorch too."""
+MAX_UPDATES = 60
+"""Of the tiny task; gated delta nets need more than the benchmark's own model."""
 NAMED = re.compile(r"^turnwise: |(?<=the model) '/[^']*' \(\w+\)")
 """What a reason says of one model alone."""
 HEAD = """# Models
@@ -91,7 +93,8 @@ def learns(name: str) -> dict[str, str]:
             sizes = {"vocab_size": recipes.VOCABULARY, "eos_token_id": 0, "pad_token_id": pad}
             model, recipe = build(name, Path(place) / "model", **sizes), recipes.RECIPES[algorithm]
             recipe = dataclasses.replace(recipe, tiny=recipe.tiny | RATES.get(algorithm, {}))
-            learnt = tiny.learn_tiny(algorithm, recipe, 0, Path(place), lambda *_: None, model=model)
+            bounds = {"max_updates": MAX_UPDATES, "model": model}
+            learnt = tiny.learn_tiny(algorithm, recipe, 0, Path(place), lambda *_: None, **bounds)
         found[algorithm] = f"{learnt.before:.2f} → {learnt.after:.2f}"
         sys.stdout.write(f"{name} {algorithm}: {found[algorithm]}, {learnt.cpu_seconds:.0f} s of CPU\n")
     return found

@@ -24,7 +24,7 @@ from turnwise.store import rows
 from turnwise.store.database import Database
 from turnwise.store.schema import policies
 from turnwise.store.schema import policy_versions as table
-from turnwise.store.versions import add_metrics, change_version, get_version, highest_version, list_versions, no_version
+from turnwise.store.versions import add_metrics, change_version, get_version, highest_version, list_versions
 from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, utc_now
 from turnwise.version_directory import on_disk
 
@@ -192,8 +192,6 @@ def pin_policy(
 
     The pin ends when a version above `until` is published; None keeps it.
     """
-    if version is not None and get_version(conn, version).policy_id != policy_id:
-        raise no_version(version)
     pinned = sa.update(policies).where(policies.c.policy_id == policy_id)
     conn.execute(pinned.values(pinned_version=version, pinned_until=until))
 
