@@ -356,7 +356,11 @@ class Experience:
     @property
     def own_reward(self) -> float:
         """The reward of these turns: the session's, or step by step the sum of their own."""
-        return float(self.turn_rewards.sum()) if self.info.get("credit") == Credit.STEP_WISE else self.reward
+        return float(self.turn_rewards.sum()) if self.is_by_step else self.reward
+
+    @property
+    def is_by_step(self) -> bool:
+        return bool(self.info.get("credit") == Credit.STEP_WISE)
 
     @property
     def group_key(self) -> GroupKey:

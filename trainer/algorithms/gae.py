@@ -25,7 +25,7 @@ from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Offer
 from turnwise.chains import Experience
 from turnwise.credit import Floats
-from turnwise.types import Credit, Json
+from turnwise.types import Json
 
 VALUE_CLIP = 0.2
 """How far a value may move from that at the start of the batch before its gradient is cut off."""
@@ -89,7 +89,7 @@ def token_rewards(experience: Experience, places: Indices) -> Floats:
     rewards = np.zeros(len(places))
     if not len(places):
         return rewards
-    if experience.info.get("credit") != Credit.STEP_WISE:
+    if not experience.is_by_step:
         rewards[-1] = experience.reward
         return rewards
     after_turn = experience.turn_own_rewards.copy()

@@ -26,7 +26,7 @@ from pydantic import Field
 from turnwise.chains import Experience
 from turnwise.credit import STD_EPSILON, Floats, is_uniform
 from turnwise.settings import FromJson, Settings
-from turnwise.types import Credit, GroupKey, Json, Role, SessionKey, name_digest
+from turnwise.types import GroupKey, Json, Role, SessionKey, name_digest
 
 OVERLONG_PENALTY = 1.0
 """Largest penalty of an overlong session: a success that is too long is worth a failure, where rewards are 0 or 1."""
@@ -109,7 +109,7 @@ def _weighed(experience: Experience, rule: RewardRule) -> float:
 
 def _with_reward(experience: Experience, reward: float, penalty: float) -> Experience:
     """Return the experience under another session reward; step by step, the penalty falls on its last turn."""
-    if experience.info.get("credit") == Credit.STEP_WISE:
+    if experience.is_by_step:
         returns, rewards = experience.turn_returns.copy(), experience.turn_rewards.copy()
         returns[-1] -= penalty
         rewards[-1] -= penalty
@@ -238,7 +238,7 @@ def compared(experiences: Sequence[Experience], kind_pattern: str | None = None)
     sessions: dict[tuple[SessionKey, Hashable], int] = {}
     places: list[list[int]] = []
     for experience in experiences:
-        if _by_step(experience):
+        if experience.is_by_step:
             places.append(list(range(len(values), len(values) + len(experience.turn_ids))))
             values.extend(experience.turn_returns)
             buckets.extend(bucket_for(experience, step, kind_pattern) for step in experience.turn_steps)
@@ -307,7 +307,7 @@ def single_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> 
     rows: dict[Row, None] = {}  # a session with several chains of a kind has one value
     by_turn: list[Row] = []
     for experience in filter(is_single, experiences):
-        if _by_step(experience):
+        if experience.is_by_step:
             steps = zip(experience.turn_steps, experience.turn_returns, strict=True)
             by_turn += [_row(experience, step, value, kind_pattern) for step, value in steps]
         else:
@@ -331,7 +331,3 @@ def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Float
 def _row(experience: Experience, part: int | str, value: float, kind_pattern: str | None) -> Row:
     bucket = bucket_of(experience, str(part), kind_pattern)
     return Row(*bucket, name_digest(experience.session_key), float(value))
-
-
-def _by_step(experience: Experience) -> bool:
-    return experience.info.get("credit") == Credit.STEP_WISE

@@ -329,7 +329,7 @@ def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TU
             yield experience
             continue
         values = of_group(*experience.group_key, experience.policy_id)
-        if _is_by_step(experience):
+        if experience.is_by_step:
             found = [values[step][turn] for turn, step in zip(experience.turn_ids, experience.turn_steps, strict=True)]
         else:
             found = [values[None][experience.session_id]] * len(experience.turn_ids)
@@ -339,7 +339,7 @@ def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TU
 def _group_values(turns: Iterable[Experience]) -> GroupValues:
     values: dict[int | None, dict[str, float]] = defaultdict(dict)
     for turn in turns:
-        if _is_by_step(turn):
+        if turn.is_by_step:
             values[turn.turn_steps[0]][turn.turn_ids[0]] = float(turn.turn_returns[0])
         else:
             values[None][turn.session_id] = turn.reward
@@ -348,10 +348,6 @@ def _group_values(turns: Iterable[Experience]) -> GroupValues:
 
 def _centred(values: Floats) -> Floats:
     return np.zeros_like(values) if len(values) == 1 or is_uniform(values) else normalised(values)
-
-
-def _is_by_step(experience: Experience) -> bool:
-    return bool(experience.info["credit"] == Credit.STEP_WISE)
 
 
 def denied_since(conn: sa.Connection, read: Collection[SessionKey]) -> set[SessionKey]:
