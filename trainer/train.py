@@ -39,7 +39,7 @@ from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
-from trainer.update import Updates, check_fitting, left_out_gauges, num_minibatches
+from trainer.update import Updates, check_fitting, left_out_gauges
 from trainer.versions.starts import OptimizerLike, States
 from trainer.versions.state import Commits, NewVersion, State, probe_of
 from turnwise.errors import BatchRefused
@@ -61,8 +61,9 @@ class Shared:
     db: Database
     model: Policy
     """They train adapters of it, in turns (`State.enter`)."""
-    update_ids: UpdateIds
-    stopped: StopFlag
+    update_ids: UpdateIds | None = None
+    stopped: StopFlag | None = None
+    """Both None for one policy alone."""
 
 
 Parts = tuple[Claims, PolicyAgent, OptimizerLike, Evaluator, *tuple[ReplayBuffer, ...]]
@@ -73,20 +74,20 @@ def make_parts(
     settings: TrainerSettings, policy: NamedPolicy | None = None, shared: Shared | None = None, *, has_buffer: bool
 ) -> Parts:
     """Make the parts of a policy's training from its settings."""
+    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings))
     claims = Claims(
-        Database(settings.database.get_secret_value()) if shared is None else shared.db,
+        shared.db,
         settings,
         with_imported=not has_buffer and not settings.algorithm.needs_behaviour,
         is_paced=not has_buffer,
         policy=policy,
-        update_ids=None if shared is None else shared.update_ids,
-        stopped=None if shared is None else shared.stopped,
+        update_ids=shared.update_ids,
+        stopped=shared.stopped,
     )
-    model = Policy(settings) if shared is None else shared.model
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
     reference = Policy(settings) if needs_reference else None
-    critic = Critic(model) if settings.algorithm.needs_values else None
-    learner = PolicyAgent(model, settings, reference, critic)
+    critic = Critic(shared.model) if settings.algorithm.needs_values else None
+    learner = PolicyAgent(shared.model, settings, reference, critic)
     buffers = [ReplayBuffer(claims, settings)] if has_buffer else []
     return claims, learner, functools.partial(make_optimizer, rule=settings), Evaluator(claims, settings), *buffers
 
@@ -297,8 +298,7 @@ class Training:
             with self._engines_asleep():
                 credited = self.updates.with_token_credit(batch, chosen)
                 self.commits.probe_base(state, credited.trainable())
-                count = num_minibatches(claimed, credited.batch, self.settings)
-                num_steps, chosen, gauges = self.updates.take(state, credited, count, self._record)
+                num_steps, chosen, gauges = self.updates.take(state, claimed, credited, self._record)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
             chosen = dataclasses.replace(chosen, refused=dict.fromkeys(claimed.group_keys, f"refused: {error}"))

@@ -184,9 +184,9 @@ class Updates:
         return Credited(batch, chosen, refused | self._cannot_train(batch) | not_finite(batch), gauges)
 
     def take(
-        self, state: State, credited: Credited, num_minibatches: int, record: Record
+        self, state: State, claimed: ClaimedBatch, credited: Credited, record: Record
     ) -> tuple[int, Selection, Json]:
-        """Take this number of optimizer steps in each of `reuse_epochs` passes.
+        """Take the optimizer steps of a batch: `num_minibatches` of them in each of `reuse_epochs` passes.
 
         Return the count of all steps, the selection without the groups that dropped out, and gauges.
 
@@ -194,8 +194,8 @@ class Updates:
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
             OutOfMemory: A row does not fit into the memory of one of several processes.
         """
-        gaps = BatchGap(credited.batch)
-        num_steps, gauges = self._steps(state, credited.batch, num_minibatches, credited.refused, gaps, record)
+        gaps, count = BatchGap(credited.batch), num_minibatches(claimed, credited.batch, self.settings)
+        num_steps, gauges = self._steps(state, credited.batch, count, credited.refused, gaps, record)
         refused, chosen = credited.refused, credited.chosen
         for key, reason in refused.items():
             log.error("group %s is not trained: %s", key[1], reason)
