@@ -176,11 +176,11 @@ def row_processors(batch: Batch, row: Row) -> RowProcessors | None:
     turns: list[SampledTurn] = []
     turn, place = np.full(len(places), -1, np.int64), np.zeros(len(places), np.int64)
     for member in np.unique(members):
-        experience, own = batch.experiences[member], np.flatnonzero(members == member)
-        of_turns = experience.turn_index[places[own]]
+        experience = batch.experiences[member]
         for number, found in enumerate(processors_of(experience)):
             if isinstance(found, TurnProcessors):
-                inside, sampled = own[of_turns == number], np.flatnonzero(experience.turn_index == number)
+                own, sampled = np.flatnonzero(members == member), np.flatnonzero(experience.turn_index == number)
+                inside = own[experience.turn_index[places[own]] == number]
                 turn[inside], place[inside] = len(turns), places[inside] - sampled[0]
                 prompt, reply = experience.tokens[: sampled[0]], experience.tokens[sampled]
                 turns.append(SampledTurn(processors=found, prompt=prompt, sampled=reply))
