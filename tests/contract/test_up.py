@@ -383,7 +383,6 @@ def test_up_keeps_none_of_the_memory_of_its_checks(model):
         from turnwise.commands import preflight
         from turnwise.commands.cli import main
         from turnwise.processes import engine_command
-from turnwise.processes.engine_command import EngineSettings
         engine_command.packages_problem = lambda: None
         preflight.check_database_model = lambda *_: signal.raise_signal(signal.SIGINT)
         main(["up", "--model", sys.argv[1], "--port", sys.argv[2]], standalone_mode=False)
