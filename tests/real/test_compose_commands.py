@@ -21,6 +21,7 @@ from support.private_postgres import PrivatePostgres
 
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import Child, ChildState, Supervisor
+from turnwise.settings import child_environment
 
 pytestmark = pytest.mark.postgres
 
@@ -67,7 +68,6 @@ class Processes:
             argv=[*PROGRAMS[name], *words] if name in PROGRAMS else command(*words),
             env=environment,
             ready=self._health_check(service),
-            once=service["restart"] == "no",
         )
 
     def _health_check(self, service: Service) -> Callable[[], bool] | None:
@@ -104,9 +104,12 @@ def test_the_services_commands_serve_and_train_when_started_in_the_files_order(
     children = [
         processes.fake_engine(name, service) if name == "engine-cpu" and not vllm else processes.child(name, service)
         for name, service in services.items()
-        if name not in elsewhere
+        if name not in elsewhere and service["restart"] != "no"
     ]
     (tmp_path / "operator").mkdir()
+    migrate = processes.child("migrate", services["migrate"])
+    with (tmp_path / "migrate.log").open("wb") as log:
+        subprocess.run(migrate.argv, env=child_environment(migrate.env), stdout=log, stderr=log, check=True)
 
     with Supervisor(children, log_directory=tmp_path) as running:
         key = (tmp_path / "operator" / "admin-key").read_text().strip()

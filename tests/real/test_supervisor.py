@@ -50,20 +50,11 @@ def _pids(path: Path) -> list[int]:
 
 def test_children_start_in_order_and_stop_in_reverse(tmp_path):
     output: list[tuple[str, str]] = []
-    children = [
-        Child(name="task", argv=_python("print('migrated')"), once=True),
-        _sleeper(tmp_path / "a", "first"),
-        _sleeper(tmp_path / "b", "second"),
-    ]
+    children = [_sleeper(tmp_path / "a", "first"), _sleeper(tmp_path / "b", "second")]
     with Supervisor(children, log_directory=tmp_path / "logs", say=lambda *line: output.append(line)) as stack:
-        assert [stack.state(name) for name in ("task", "first", "second")] == [
-            ChildState.FINISHED,
-            ChildState.READY,
-            ChildState.READY,
-        ]
+        assert [stack.state(name) for name in ("first", "second")] == [ChildState.READY, ChildState.READY]
     words = [(name, text.split()[0].rstrip(";")) for name, text in output]
     assert words == [
-        ("task", "done"),
         ("first", "starting"),
         ("first", "ready"),
         ("second", "starting"),
@@ -71,7 +62,6 @@ def test_children_start_in_order_and_stop_in_reverse(tmp_path):
         ("second", "stopped"),
         ("first", "stopped"),
     ]
-    assert (tmp_path / "logs" / "task.log").read_text() == "migrated\n"
     assert not any(_alive(pid) for name in "ab" for pid in _pids(tmp_path / name))
 
 
@@ -148,16 +138,6 @@ def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path
             Supervisor([child], log_directory=tmp_path).__enter__()
         assert not (tmp_path / "pid").exists()
     assert not ports.session_listens(os.getsid(0), port)
-
-
-def test_a_task_that_fails_stops_the_start_of_later_children(tmp_path):
-    children = [
-        Child(name="task", argv=_python("raise SystemExit('no database')"), once=True),
-        _sleeper(tmp_path / "never"),
-    ]
-    with pytest.raises(ChildFailed, match=r"task failed with exit status 1(?s:.*)no database"):
-        Supervisor(children, log_directory=tmp_path).__enter__()
-    assert not (tmp_path / "never").exists()
 
 
 def test_a_child_that_is_not_ready_in_time_is_stopped(tmp_path):

@@ -56,8 +56,6 @@ class Child:
     """The port that it listens on. It must be free before the start, and only the child's own answer counts."""
     shown_lines: re.Pattern[str] | None = None
     """Lines of its log that are printed too, as the group `text`; None prints none."""
-    once: bool = False
-    """A task: it must end with success before the next child starts."""
     starts_early: bool = False
     """Start as soon as the child before it has started: it waits for that one itself."""
     start_seconds: float = 180.0
@@ -65,13 +63,12 @@ class Child:
 
 
 class ChildState(enum.StrEnum):
-    """State of a child: waiting → starting → ready → backing off → starting …; or finished, failed, stopped."""
+    """State of a child: waiting → starting → ready → backing off → starting …; or failed, stopped."""
 
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
     BACKING_OFF = "backing_off"
-    FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
 
@@ -216,14 +213,14 @@ class Supervisor:
                 self._check(run)
             for line in run.follower.new_lines() if run.follower is not None else ():
                 self.say(run.child.name, line)
-        if all(run.state in {ChildState.READY, ChildState.FINISHED} for run in self._runs):
+        if all(run.state is ChildState.READY for run in self._runs):
             self._settled.set()
 
     @staticmethod
     def _may_start(run: _ChildRun, before: Sequence[_ChildRun]) -> bool:
         if run.child.starts_early:
             return all(each.num_starts > 0 for each in before)
-        return all(each.state in {ChildState.READY, ChildState.FINISHED} for each in before)
+        return all(each.state is ChildState.READY for each in before)
 
     def _start(self, run: _ChildRun) -> None:
         child = run.child
@@ -245,7 +242,7 @@ class Supervisor:
         run.started_at = time.monotonic()
         run.num_starts += 1
         run.state = ChildState.STARTING
-        if run.num_starts == 1 and not child.once:
+        if run.num_starts == 1:
             self.say(child.name, f"starting; log: {run.log_path}")
 
     def _handle_taken_port(self, run: _ChildRun, port: int) -> None:
@@ -262,7 +259,7 @@ class Supervisor:
             self._handle_exit(run, code)
         elif run.state is ChildState.STARTING:
             waited = time.monotonic() - run.started_at
-            if not run.child.once and is_ready(run.child.ready) and self._owns_its_port(run):
+            if is_ready(run.child.ready) and self._owns_its_port(run):
                 run.state = ChildState.READY
                 self.say(run.child.name, f"ready after {waited:.1f} s")
             elif waited > run.child.start_seconds:
@@ -275,13 +272,6 @@ class Supervisor:
 
     def _handle_exit(self, run: _ChildRun, code: int) -> None:
         lived = time.monotonic() - run.started_at
-        if run.child.once:
-            if code == 0:
-                run.state = ChildState.FINISHED
-                self.say(run.child.name, f"done after {lived:.1f} s")
-            else:
-                self._give_up(run, f"failed with {describe_exit(code)}")
-            return
         if code == PERMANENT_STATUS:
             self._give_up(run, "cannot start")
             return
@@ -319,7 +309,7 @@ class Supervisor:
                 process.kill()
                 process.wait()
             self.say(run.child.name, "stopped")
-        if run.state not in {ChildState.FAILED, ChildState.FINISHED}:
+        if run.state is not ChildState.FAILED:
             run.state = ChildState.STOPPED
 
 
