@@ -38,11 +38,11 @@ from trainer.batch.selection import SelectionRule
 from trainer.checks import sentinels
 from trainer.claims import claims as trainer_source
 from trainer.claims.claims import Claims, Rewind
-from trainer.claims.ledger import FinishedBatch, RunProgress
+from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
-from turnwise.store import serving
+from turnwise.store import claims, serving
 from turnwise.store.arms import held_out_arms
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, UpdateRecord
@@ -206,7 +206,7 @@ class Learner(threading.Thread):
             update = UpdateRecord(update_id=self._updates, trainer_id="trainer", policy_version=version, **counts)
             ANCESTRY[version] = (*ANCESTRY[self.version], version)
             self._source.publish(PolicyVersion(version=version, path=str(place)), ANCESTRY[version])
-            self._source.ack([FinishedBatch(batch=batch, update=update, refused=chosen.refused)])
+            self._source.ack([claims.Finished(batch.claim, update, refused=chosen.refused)])
             self.version = version
 
     def stop(self) -> None:

@@ -100,7 +100,7 @@ def test_costs_are_shown_by_session_key_policy_and_update_and_stay_with_the_key_
         finish(database, session)
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
     with database.write() as connection:
-        claims.ack(connection, held, update_record(1), trained={("default", "a"): {}})
+        claims.ack(connection, claims.Finished(held, update_record(1), trained={("default", "a"): {}}))
     database.close()
     head = {"authorization": f"Bearer {admin['key']}"}
 

@@ -52,10 +52,10 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
     types.utc_now = clock.now  # before the modules that import it from there
     from trainer.claims import claims as trainer_source
     from trainer.claims.claims import Claims
-    from trainer.claims.ledger import FinishedBatch, RunProgress
+    from trainer.claims.ledger import RunProgress
     from trainer.settings import TrainerSettings
     from turnwise.errors import LeaseLost
-    from turnwise.store import updates
+    from turnwise.store import claims, updates
     from turnwise.store.database import Database
 
     database = Database(url, lock_timeout_seconds=60)
@@ -93,7 +93,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
             metrics=Counter(turn_id for one in batch.experiences for turn_id in one.turn_ids),
         )
         with contextlib.suppress(LeaseLost):
-            source.ack([FinishedBatch(batch=batch, update=update)])
+            source.ack([claims.Finished(batch.claim, update)])
 
 
 if __name__ == "__main__":

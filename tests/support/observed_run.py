@@ -144,7 +144,7 @@ def _train(database: Database, number: int, num_updates: int) -> None:
                 turns, _ = read_turns(connection, "default", f"{group_id}-{run}")
                 advantage = total - sum(totals) / GROUP_SIZE
                 trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: advantage for each in turns}
-        claims.ack(connection, claimed, update, refused=refused, trained=trained)
+        claims.ack(connection, claims.Finished(claimed, update, refused=refused, trained=trained))
 
 
 def _arms(number: int, progress: float) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def acknowledge(conn: sa.Connection, update_id: int, session_id: str) -> None:
     refused = {group.key: "refused" for group in held.groups if group.group_id != session_id}
     update = update_record(update_id, trainer_id="trainer")
     policy = PolicyVersion(version=update_id, path="a-model", update_id=update_id)
-    claims.ack(conn, held, update, policy, refused, {("t", session_id): {f"t-{session_id}-t1": 0.5}})
+    claims.ack(conn, claims.Finished(held, update, policy, refused, {("t", session_id): {f"t-{session_id}-t1": 0.5}}))
 
 
 def fill(database: Database) -> None:

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -151,18 +151,6 @@ class ClaimedBatch:
     @property
     def group_keys(self) -> set[GroupKey]:
         return {group.key for group in self.claim.groups}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedBatch:
-    """A batch that was worked on, with all that its acknowledgement records."""
-
-    batch: ClaimedBatch
-    update: UpdateRecord
-    policy: PolicyVersion | None = None
-    refused: Mapping[GroupKey, str] = dataclasses.field(default_factory=dict)
-    trained: Mapping[SessionKey, updates.Advantages] = dataclasses.field(default_factory=dict)
-    state: Json | None = None
 
 
 class UpdateIds:
@@ -376,7 +364,7 @@ class Ledger:
         self._versions.add(policy.version)
         self._unacknowledged.add(policy.version)
 
-    def ack(self, finished: Sequence[FinishedBatch]) -> None:
+    def ack(self, finished: Sequence[claims.Finished]) -> None:
         """Record batches, their groups and their versions in one transaction; a batch recorded before is left out.
 
         Raises:
@@ -389,9 +377,9 @@ class Ledger:
             if any(one.policy is not None for one in finished):
                 updates.check_lineage(conn, self._versions | recorded, self.policy_id)
             for one in finished:
-                claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained, one.state)
+                claims.ack(conn, one)
 
-        batches = [one.batch.claim for one in finished]
+        batches = [one.claim for one in finished]
         for lease in map(self._leases.get, batches):
             if lease is not None:  # it is the trainer's until it is recorded, also through an outage of the database
                 lease.stop()

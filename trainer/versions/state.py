@@ -29,7 +29,7 @@ from torch.optim import lr_scheduler
 
 from trainer.batch.advantages import Row
 from trainer.batch.selection import Selection
-from trainer.claims.ledger import ClaimedBatch, FinishedBatch, Ledger, RunProgress
+from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
@@ -39,7 +39,7 @@ from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import SettingsError
-from turnwise.store import updates
+from turnwise.store import claims, updates
 from turnwise.store import versions as stored_versions
 from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
 from turnwise.version_directory import weights_digest
@@ -216,7 +216,7 @@ class Commits:
         self._config = config
         self._keeps_refused = keeps_refused
         self._settings = config.saved()
-        self._pending: list[FinishedBatch] = []
+        self._pending: list[claims.Finished] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
         self._directory: Future[None] | None = None
@@ -278,8 +278,8 @@ class Commits:
         if self._learner.world.is_first:
             policy = self._published(after, parent, made)
             seconds = time.monotonic() - made.trained_at
-            finished = FinishedBatch(
-                batch=claimed,
+            finished = claims.Finished(
+                claimed.claim,
                 update=self._record_of(state, after),
                 policy=policy,
                 refused=self._dropped(claimed, chosen.refused),
@@ -308,7 +308,7 @@ class Commits:
         if self._learner.world.is_first:
             record = self._record_of(state, after)
             # No checkpoint holds what this batch did to the buffer and to the window, so the ledger does.
-            finished = FinishedBatch(batch=claimed, update=record, refused=dropped, state=after.beside_checkpoint())
+            finished = claims.Finished(claimed.claim, update=record, refused=dropped, state=after.beside_checkpoint())
             self._pending.append(finished)
             self.settle()
         return metrics, after
@@ -380,7 +380,7 @@ class Commits:
         version: int,
         values: dict[str, Any],
         tensors: dict[str, Any],
-        batches: list[FinishedBatch],
+        batches: list[claims.Finished],
         directory: Future[None] | None,
     ) -> None:
         """Write a state, then acknowledge the batches in it; nothing where the version's directory was not written."""
@@ -391,7 +391,7 @@ class Commits:
             self._ledger.ack(batches)
         self._written = {version}
 
-    def _take(self) -> list[FinishedBatch]:
+    def _take(self) -> list[claims.Finished]:
         taken, self._pending = self._pending, []
         return taken
 

@@ -83,6 +83,20 @@ class Claim:
         return len(counted) - num_singles + -(-num_singles // singles_per_group)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """A claim that was worked on, with all that its acknowledgement records."""
+
+    claim: Claim
+    update: UpdateRecord
+    policy: PolicyVersion | None = None
+    refused: Mapping[GroupKey, str] = dataclasses.field(default_factory=dict)
+    """Groups that were not trained, with the reasons: they are dropped."""
+    trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
+    state: Json | None = None
+    """What the batch left that no checkpoint holds, as `notices.keep_state` takes it."""
+
+
 def claim(
     db: Database,
     trainer_id: str,
@@ -246,39 +260,28 @@ def take_back(db: Database, trainer_id: str, policy_id: int = DEFAULT_POLICY) ->
     return freed.rowcount
 
 
-def ack(
-    conn: sa.Connection,
-    held: Claim,
-    update: UpdateRecord,
-    policy: PolicyVersion | None = None,
-    refused: Mapping[GroupKey, str] | None = None,
-    trained: Mapping[SessionKey, Advantages] | None = None,
-    state: Json | None = None,
-) -> bool:
+def ack(conn: sa.Connection, done: Finished) -> bool:
     """Record an update with the groups it trained, and publish its policy version, in one transaction.
 
-    Return False, and write nothing, if this trainer has recorded an update with this id before. Groups in `refused`
-    were not trained, for these reasons, and are dropped. `trained` has the sessions that were trained, with the
-    advantages of their turns. `state` is what the batch left that no checkpoint holds, as `notices.keep_state`
-    takes it.
+    Return False, and write nothing, if this trainer has recorded an update with this id before.
 
     Raises:
         LeaseLost: another trainer has claimed one of the groups.
         Conflict: the update id belongs to another trainer, or the policy version exists with another path.
     """
+    update = done.update
     if _is_recorded(conn, update):
         return False
-    reasons = refused or {}
-    for group in held.groups:
-        reason = reasons.get(group.key)
+    for group in done.claim.groups:
+        reason = done.refused.get(group.key)
         status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
         _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
-    digest = record_trained(conn, update, trained or {})
+    digest = record_trained(conn, update, done.trained)
     stored = dataclasses.replace(update, batch_digest=digest, metrics=gauges(update.metrics))
     conn.execute(sa.insert(updates).values(**rows.UPDATES.row(stored)))
-    keep_state(conn, update.policy_id, state or {})
-    if policy is not None:
-        publish_version(conn, policy)
+    keep_state(conn, update.policy_id, done.state or {})
+    if done.policy is not None:
+        publish_version(conn, done.policy)
     return True
 
 

@@ -153,7 +153,7 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world):
     claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
     update = update_record(7, policy_version=3, metrics={"reward_mean": 1.0})
     with database.write() as connection:
-        claims.ack(connection, claimed, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}})
+        claims.ack(connection, claims.Finished(claimed, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}}))
     for line in ({"session_id": "kim"}, {"turn_id": turn["turn_id"]}):
         late = http.post("/v1/rewards", json={**line, "value": 2.0}).json()["data"]
         assert late == [{"turns": 1, "trained_in": 7}]

@@ -16,11 +16,11 @@ from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims
-from trainer.claims.ledger import FinishedBatch, RunProgress, StopFlag, outlast
+from trainer.claims.ledger import RunProgress, StopFlag, outlast
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
-from turnwise.store import overview, serving, sessions, versions
+from turnwise.store import claims, overview, serving, sessions, versions
 from turnwise.store.database import Database
 from turnwise.store.notices import TrainerStatus
 from turnwise.store.rewards import add_rewards
@@ -151,7 +151,7 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
     source = source_for(impatient)
     batch = source.next(NOW)
     update = update_record(1)
-    acking = threading.Thread(target=source.ack, args=([FinishedBatch(batch=batch, update=update)],))
+    acking = threading.Thread(target=source.ack, args=([claims.Finished(batch.claim, update)],))
     with ledger.write():
         acking.start()
         wait_until(lambda: "the database is not available, trying again" in caplog.text, "the trainer has tried")

@@ -165,7 +165,7 @@ def trained(database: Database, tmp_path: Path) -> Database:
     policy = PolicyVersion(version=1, path=str(directory), update_id=1, weights_digest=weights_digest(directory))
     advantages = {("default", "a"): ADVANTAGES, ("default", "b"): {"b-t1": 1.0, "b-t2": 1.0}}
     with database.write() as connection:
-        claims.ack(connection, claimed, update, policy, trained=advantages)
+        claims.ack(connection, claims.Finished(claimed, update, policy, trained=advantages))
     return database
 
 

@@ -75,7 +75,7 @@ def test_the_note_of_a_single_session_states_what_will_be_done_with_it(database,
     held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
     with database.write() as connection:
         update = update_record(1, policy_version=0, num_groups=0, num_sessions=0, num_tokens=0)
-        claims.ack(connection, held, update, refused={held.groups[0].key: "uniform_rewards"})
+        claims.ack(connection, claims.Finished(held, update, refused={held.groups[0].key: "uniform_rewards"}))
     assert note(database).startswith("It is a single session and was not trained: uniform_rewards.")
 
 
@@ -129,7 +129,7 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     claimed = claims.claim(database, "t", max_groups=3, lease_seconds=60)
     update = update_record(4, policy_version=2, num_sessions=2, num_tokens=8, metrics={"kl": 0.5})
     with database.write() as connection:
-        claims.ack(connection, claimed, update, refused={("mine", "g2"): "uniform_rewards"})
+        claims.ack(connection, claims.Finished(claimed, update, refused={("mine", "g2"): "uniform_rewards"}))
     with database.read() as connection:
         (mine,) = summarise_updates(connection, "mine")
         (nobodys,) = summarise_updates(connection, "nobody")

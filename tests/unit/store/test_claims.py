@@ -38,7 +38,7 @@ def update(update_id: int = 1, trainer_id: str = "t") -> UpdateRecord:
 
 def ack(database: Database, claimed: Claim, record: UpdateRecord, **options: Any) -> bool:
     with database.write() as connection:
-        return claims.ack(connection, claimed, record, **options)
+        return claims.ack(connection, claims.Finished(claimed, record, **options))
 
 
 def group_rows(database: Database) -> dict[str, Any]:

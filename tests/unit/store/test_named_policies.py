@@ -151,8 +151,8 @@ def test_a_trainer_claims_the_groups_of_one_policy(database, two):
     held = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=a)
     record = update_record(1, policy_id=a, policy_version=3, num_groups=2, num_sessions=2, num_tokens=4)
     with database.write() as conn:
-        assert claims.ack(conn, held, record, adapter(3, a, update_id=1))
-        assert not claims.ack(conn, held, record, adapter(3, a, update_id=1))
+        assert claims.ack(conn, claims.Finished(held, record, adapter(3, a, update_id=1)))
+        assert not claims.ack(conn, claims.Finished(held, record, adapter(3, a, update_id=1)))
         assert updates.last_update(conn, policy_id=b) is None
         assert (
             updates.last_update(conn, policy_id=a) == updates.last_update(conn) == updates.updates_after(conn, 0, a)[0]
@@ -186,7 +186,7 @@ def claimed_by(database: Database, policy_id: int, **options: Any) -> claims.Cla
 def acknowledge(database: Database, held: claims.Claim, policy_id: int, update_id: int) -> None:
     record = update_record(update_id, policy_id=policy_id, policy_version=10 + update_id, trainer_id=f"t{policy_id}")
     with database.write() as conn:
-        assert claims.ack(conn, held, record, adapter(10 + update_id, policy_id, update_id=update_id))
+        assert claims.ack(conn, claims.Finished(held, record, adapter(10 + update_id, policy_id, update_id=update_id)))
 
 
 def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(database, two):

@@ -42,7 +42,7 @@ def train_all(database: Database) -> None:
     update = update_record(1, policy_version=4)
     with database.write() as connection:
         trained = {(group.tenant, group.group_id): {f"{group.group_id}-t1": 1.0} for group in held.groups}
-        claims.ack(connection, held, update, trained=trained)
+        claims.ack(connection, claims.Finished(held, update, trained=trained))
 
 
 def test_old_sessions_that_no_trainer_waits_for_are_pruned(database):

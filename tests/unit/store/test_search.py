@@ -165,7 +165,7 @@ def paged(database: Database) -> Database:
         claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
         record = update_record(number, metrics={"text": TEXT})
         with database.write() as connection:
-            claims.ack(connection, claimed, record, trained={})
+            claims.ack(connection, claims.Finished(claimed, record, trained={}))
             versions.publish_version(
                 connection, PolicyVersion(version=9 + number, path=f"/{number}", metrics={"t": TEXT})
             )

@@ -26,7 +26,7 @@ def train(database: Database, update_id: int, advantages, refused=None) -> None:
     claimed = claims.claim(database, "t", max_groups=9, lease_seconds=60)
     record = update_record(update_id, num_sessions=2, num_tokens=4)
     with database.write() as connection:
-        assert claims.ack(connection, claimed, record, refused=refused, trained=advantages)
+        assert claims.ack(connection, claims.Finished(claimed, record, refused=refused or {}, trained=advantages))
 
 
 @pytest.fixture
