@@ -261,7 +261,7 @@ def cpu_times(server: Server | Peer) -> dict[str, float]:
 
 def quantiles(name: str, seconds: list[float]) -> dict[str, float]:
     """Return the median and the 99th percentile, milliseconds."""
-    found = statistics.quantiles(seconds, n=100) if len(seconds) > 1 else [0.0] * 99
+    found = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [0.0] * 99
     return {f"{name}_p50_ms": found[49] * 1e3, f"{name}_p99_ms": found[98] * 1e3}
 
 

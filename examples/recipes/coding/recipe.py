@@ -91,7 +91,9 @@ def reward(task: dict, code: str) -> float:
 
 def failure(code: str, tests: str) -> str:
     """Run code and then its tests in a process without network; return how they failed, or nothing."""
-    passed = secrets.token_hex()  # code that ends the process before its tests does not print it
+    # Code that ends the process before its tests does not print it. It is no secret from code that looks for it: tests
+    # and code share a process.
+    passed = secrets.token_hex()
     program = f"{LIMITS}{code}\n{tests}\nprint({passed!r})\n"
     command = [*without_network(), sys.executable, "-I", "-S", "-c", program]
     with tempfile.TemporaryDirectory() as directory:

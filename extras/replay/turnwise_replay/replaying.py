@@ -93,7 +93,7 @@ async def replay(
 
 def _percentiles(values: list[float]) -> list[float]:
     """Return the 99 percentiles; empty without a value."""
-    return statistics.quantiles(values, n=100) if len(values) > 1 else values * 99
+    return statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
 
 
 async def _send(client: httpx2.AsyncClient, body: Json, report: ReplayReport) -> None:
