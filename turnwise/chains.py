@@ -1,4 +1,4 @@
-"""Merges turns into chains, and chains into experiences; a token that several chains share is trained once. numpy only.
+"""Merges turns into chains and experiences, and says which tokens of two chains, or images, are the same. numpy only.
 
 A turn stores only the tokens after its parent, so a chain's tokens are the concatenation of its turns, and nothing is
 tokenised or compared again. Each sampled token is trained exactly once: if chains share their first turns, the first

@@ -1,4 +1,4 @@
-"""The layout of policy versions on disk, their manifest and digests, as the trainer writes and the proxy reads them.
+"""Policy versions on disk: their layout, manifest and digests, and which adapters trainer and proxy refuse.
 
 `v000007/` holds the files that engines load, in the Hugging Face layout, with the manifest `turnwise.json`;
 `v000007.trainer/` holds what the trainer resumes from. A directory is written beside its place and renamed, so one with

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses, translated to a chat call.
+"""`/v1/responses`: OpenAI's Responses as a chat call; what of a stored history a new request replaces.
 
 The items of one reply (thinking, text, function calls) are one chat message. The same items in the next request become
 the same message, so the next call extends the turn. `previous_response_id` names a stored turn, so the dialect itself

@@ -1,4 +1,4 @@
-"""The proxy's side of group commit: sends jobs to the writing process, and replaces one that hangs or died.
+"""The proxy's side of group commit: sends jobs to the writing process, replaces a dead one, and keeps the last failure.
 
 Every job has a deadline here as well as in the writing process. A writing process that has neither answered a job by
 then nor made progress is stopped, or its database is silent: it is killed and replaced, and its jobs fail.

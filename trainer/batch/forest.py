@@ -1,4 +1,4 @@
-"""Token sequences as a forest, in which a prefix that several share is computed once, and the masks of its attention.
+"""Token sequences as a forest, in which a shared prefix is computed once in a row, and the masks of its attention.
 
 Sharing is decided by the tokens alone. A chain, its branches, and other rollouts of the same task are inserted into
 one radix tree. The tree is laid out in preorder, so the descendants of a token are the places from its own to the end

@@ -1,4 +1,4 @@
-"""Searches in what sessions hold, their summaries for lists, and whole sessions for exports.
+"""Searches in what sessions hold, the rows that a list of sessions shows, and whole sessions for exports.
 
 No index covers rewards, outcomes, versions and text, because each would cost the writer time for every turn. A search
 reads sessions from the newest on, in windows, and stops after `MAX_SEARCHED` sessions or `MAX_SECONDS`. It returns
