@@ -372,7 +372,7 @@ def test_policies_are_published_once_activated_retired_and_pinned(database):
     for change in (
         lambda connection: serving.activate_version(connection, 9),
         lambda connection: serving.fail_version(connection, 9, ""),
-        lambda connection: serving.pin_policy(connection, 9),
+        lambda connection: serving.choose_version(connection, 9, pin=True),
     ):
         with pytest.raises(NotFound, match="version 9"), database.write() as connection:
             change(connection)
