@@ -238,7 +238,7 @@ def _place_elsewhere(name: str, model_cls: type[Settings]) -> str | None:
     """Return in which other sections a setting is, also by its name with the section before it; None if in none."""
     found = []
     for section in MODELS:
-        with contextlib.suppress(ImportError):  # its package is not installed
+        with contextlib.suppress(ImportError, OSError):  # its package is not installed, or a library of it
             own, model = name.removeprefix(f"{section}_"), settings_model(section)
             if own in model.model_fields and not issubclass(model_cls, model):
                 found.append(f"{own!r} of [{section}]")

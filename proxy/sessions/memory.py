@@ -153,7 +153,8 @@ class LiveSessions:
             if known.tokens is not None:
                 parent = forest.by_id.get(known.parent_turn_id or "")
                 shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
-                num_bytes += known.tokens.num_bytes - shared
+                own = known.tokens.num_bytes
+                num_bytes += own - shared if own > shared else own  # what was read whole shares nothing
         if self.find(live.key) is not live:
             return
         if num_bytes > live.token_bytes:

@@ -72,9 +72,16 @@ def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach
     inside = {each for layers in found.values() for each in layers}
     targets = [each for end in ends for each in _targets(end, inside, every)]
     modules = [each for path, each in model.named_modules() if any(_ends(path, end) for end in targets)]
-    adapted = sum(each.in_features * each.out_features for each in modules if isinstance(each, nn.Linear))
+    adapted = sum(_size(each) for each in modules if isinstance(each, nn.Linear))
     rest = {each: reason for each, reason in left_out.items() if not any(_ends(end, each) for end in targets)}
-    return Reach(targets, len(modules), adapted / model.get_decoder().num_parameters(), rest)
+    return Reach(targets, len(modules), adapted / sum(map(_size, model.get_decoder().modules())), rest)
+
+
+def _size(module: nn.Module) -> int:
+    """Return the number of a module's own weights; a tensor may hold several of a linear layer's packed."""
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features
+    return sum(each.numel() for each in module.parameters(recurse=False))
 
 
 def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:

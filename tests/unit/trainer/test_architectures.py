@@ -173,6 +173,16 @@ def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is
         load_model(TrainerSettings(model=str(tmp_path)), "eager")
 
 
+def test_the_share_that_an_adapter_reaches_of_packed_weights_is_that_of_what_they_stand_for():
+    model = empty("Qwen3")
+    known = str(reach_of(model))
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            packed = torch.empty(layer.weight.numel() // 2, 1, dtype=torch.uint8, device="meta")
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert str(reach_of(model)) == known
+
+
 def test_several_processes_do_not_share_weights_in_four_bits(tmp_path):
     make_model(tmp_path)
     config = tmp_path / "config.json"
