@@ -67,7 +67,7 @@ LIBRARY_ERRORS = (
 )
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")
 """How weights may be quantised under an adapter: transformers computes with what they stand for."""
-PACKED = "bitsandbytes, 4 bits"
+PACKED = "bitsandbytes in 4 bits"
 """Weights that stay packed in memory under an adapter; a layer's are unpacked as it is computed. Dettmers et al. 2023
 (arXiv:2305.14314)."""
 NOT_RELOADED = ("gpt_oss",)

@@ -188,7 +188,7 @@ def test_several_processes_do_not_share_weights_in_four_bits(tmp_path):
     config = tmp_path / "config.json"
     packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": packed}))
-    with pytest.raises(SettingsError, match=r"\(bitsandbytes, 4 bits\).*: train in one process, or "):
+    with pytest.raises(SettingsError, match=r"\(bitsandbytes in 4 bits\).*: train in one process, or "):
         empty_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager")
 
 
