@@ -104,7 +104,7 @@ def test_the_services_commands_serve_and_train_when_started_in_the_files_order(
     children = [
         processes.fake_engine(name, service) if name == "engine-cpu" and not vllm else processes.child(name, service)
         for name, service in services.items()
-        if name not in elsewhere and name != "migrate"
+        if name not in {*elsewhere, "migrate"}
     ]
     (tmp_path / "operator").mkdir()
     migrate = processes.child("migrate", services["migrate"])

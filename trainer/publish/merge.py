@@ -38,8 +38,9 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
     base = model or str(manifest["base_model"])
     with bad_checkpoint(f"cannot load the base model {base!r}", "; name it with --model"):
         config = read_config(base)
+        method = quantised_by(config)
         whole = model_class(config).from_pretrained(base, config=config, dtype="auto")
-        if quantised_by(config) == PACKED:
+        if method == PACKED:
             whole = whole.dequantize()
     head, targets = whole.get_output_embeddings(), read_json(version_directory / ADAPTER_CONFIG)["target_modules"]
     if head.weight is whole.get_input_embeddings().weight and HEAD in targets:
@@ -48,7 +49,7 @@ def merge_adapter(version_directory: Path, destination: Path, *, model: str | No
         whole.config.tie_word_embeddings = False
     with torch.no_grad(), bad_checkpoint(f"the adapter {str(version_directory)!r} cannot be loaded"):
         merged = PeftModel.from_pretrained(whole, str(version_directory)).merge_and_unload()
-    merged.save_pretrained(destination, state_dict=None if quantised_by(config) is None else _plain(merged))
+    merged.save_pretrained(destination, state_dict=None if method is None else _plain(merged))
     copy_tokenizer(base, destination)
 
 
