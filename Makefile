@@ -16,7 +16,7 @@ WORKERS := -n 3
 RERUNS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-real test-all chaos demo demo-small up bench bench-learning gpu-check docs screenshots compose-check conformance certify clean
+.PHONY: help setup constraints fmt lint test test-cost test-real test-all chaos demo demo-small up bench bench-learning gpu-check docs screenshots compose-check conformance certify clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,9 @@ SLOWEST := --durations=10 --durations-min=5
 
 test: setup lint ## Run the tests that a commit must pass: units, contracts, and the loop with a real vLLM
 	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) $(SLOWEST) tests/unit tests/contract $(LOOP) -m "not slow and not postgres"
+
+test-cost: setup ## Compare what the tests cost with the last release, by a calibration of the same run
+	$(BIN)/python bench/tier_costs.py $(ARGS)
 
 test-real: setup .conformance/.installed ## Run what `make test` leaves to CI: vLLM, PostgreSQL, kills, training runs
 	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) $(SLOWEST) -m "not slow and (real or postgres)" --ignore $(LOOP)
