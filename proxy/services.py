@@ -99,7 +99,7 @@ class Services:
         """Where routes that no engine serves are passed to; None if nowhere."""
         self.pool.divides_time = any("engine_second" in table for table in settings.prices.values())
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
-        self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of)
+        self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of, self.pool.context_tokens)
         self.images = Images(settings, metrics)
         self.retries = Retries(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)

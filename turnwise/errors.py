@@ -3,6 +3,7 @@
     TurnwiseError
     ├── ClientError            an error of the caller: the message says what to change
     │   ├── InvalidRequest     a body, parameter or id that cannot be served
+    │   │   ├── PromptTooLong  a prompt that cannot fit into the model's context
     │   │   ├── BadLine        a line of a file that cannot be imported
     │   │   └── SkippedLine    a line that holds no conversation, such as a failed call of a log
     │   ├── Unauthorized       no key, or one that is unknown or revoked
@@ -60,6 +61,15 @@ class ClientError(TurnwiseError):
 
 
 class InvalidRequest(ClientError): ...
+
+
+class PromptTooLong(InvalidRequest):
+    def __init__(self, message: str, *, num_tokens: int) -> None:
+        super().__init__(message, param="messages", code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        """Least number of tokens of the messages that are too long, which limits count."""
+
+
 class BadLine(InvalidRequest): ...
 class SkippedLine(InvalidRequest): ...
 class Unauthorized(ClientError): ...

@@ -59,6 +59,10 @@ class KeptTokenizer:
     def __len__(self) -> int:
         return int(self._backend.get_vocab_size())
 
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._backend.get_vocab()
+        return vocabulary
+
     def apply_chat_template(
         self,
         conversation: Sequence[Json],

@@ -38,6 +38,7 @@ from turnwise.errors import (
     EngineReplyTooLong,
     EngineUnavailable,
     NotFound,
+    PromptTooLong,
     ProxyUnavailable,
     SessionDeleted,
     StoreError,
@@ -128,6 +129,10 @@ class Relay:
     async def _record_failure(self, running: Running, error: BaseException) -> None:
         """Store and count a failed or aborted call, with what was sampled until then."""
         is_cut_off = bool(running.captured.choices)
+        if isinstance(error, PromptTooLong):
+            running.num_prompt_tokens = error.num_tokens
+        elif isinstance(error, EngineRefused) and not error.is_transient:
+            running.num_prompt_tokens = len(running.place.between)  # what was rendered for nothing
         match error:
             case ClientLeft():
                 reason, is_cut_off = "client_left", True

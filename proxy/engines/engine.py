@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -171,6 +172,8 @@ class Engine:
         self.model = ""
         self.model_path = ""
         """Where it loaded that model from."""
+        self.context_tokens: float = math.inf
+        """Most tokens of a prompt and its reply; infinity if it does not say."""
         self.dtype: str | None = None
         """Number format of its weights, such as `float32`; None if it does not say."""
         self.has_lora = False
@@ -382,8 +385,11 @@ class Engine:
             EngineRefused: an error status.
         """
         before = set(self.adapters)
-        models = read_models(self.url, await self.ask("GET", "/v1/models"))
+        answer = await self.ask("GET", "/v1/models")
+        models = read_models(self.url, answer)
         self.model, self.model_path = models[0]
+        limit = answer["data"][0].get("max_model_len")
+        self.context_tokens = limit if isinstance(limit, int) and limit > 0 else math.inf
         served = {version for name, _ in models if (version := adapter_version(name)) is not None}
         for version in before - served:
             self.adapters.pop(version, None)

@@ -110,6 +110,10 @@ class EnginePool:
             engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
             metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
 
+    def context_tokens(self) -> float:
+        """Return the most tokens of a prompt that one of the serving engines takes."""
+        return max((engine.context_tokens for engine in self.serving), default=math.inf)
+
     def _note_change(self, engine: Engine) -> None:
         self.serving = [each for each in self.engines if each.is_serving]
         taking = [each for each in self.serving if each.state is not EngineState.DRAINING]

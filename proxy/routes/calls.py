@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -166,6 +166,8 @@ class Admission:
     """The call in its session; None until that is found."""
     answer: bytes | None = None
     """What was sent to the client; None for a call that failed."""
+    num_tokens: int = 0
+    """Tokens that were counted or copied for a request that samples none."""
 
     async def take(self) -> None:
         """Check the budgets and take a place, after waiting in the queue if there is none.
@@ -186,7 +188,7 @@ class Admission:
 
     def release(self) -> None:
         """Return all of it, and count the call's tokens."""
-        services, num_tokens = self.services, 0
+        services, num_tokens = self.services, self.num_tokens
         if self.running is not None:
             services.sessions.release(self.running.place, has_failed=self.answer is None)
             choices = self.running.captured.choices.values()
@@ -203,6 +205,21 @@ class Admission:
                 services.limits.leave(self.limited, num_tokens)
             if services.budgets.are_set or self.principal.root_key_id != OPEN:
                 services.budgets.charge(self.principal, num_tokens)
+
+
+@contextlib.asynccontextmanager
+async def admitted(services: Services, principal: Principal, scope: Scope) -> AsyncIterator[Admission]:
+    """Count a request that samples nothing as a call, under all limits and budgets.
+
+    Raises:
+        BudgetSpent, Overloaded: as `Admission.take`.
+    """
+    admission = Admission(services, principal, scope["extensions"][LEFT])
+    try:
+        await admission.take()
+        yield admission
+    finally:
+        admission.release()
 
 
 class SampleEndpoint(Endpoint):

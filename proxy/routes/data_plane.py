@@ -16,7 +16,7 @@ from proxy.engines.http_client import Disconnected
 from proxy.engines.vllm_forms import data_urls
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
-from proxy.routes.calls import DataPlane, Endpoint, ReplySender, SampleEndpoint, query_of
+from proxy.routes.calls import DataPlane, Endpoint, ReplySender, SampleEndpoint, admitted, query_of
 from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify
 from turnwise.errors import EngineUnavailable, NotFound
@@ -55,15 +55,17 @@ class CountEndpoint(Endpoint):
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
             principal = await services.authenticator.authenticate(headers)
             principal.require("call")
-            with await services.bodies.reserve(principal, headers):
-                call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
-            await services.pool.name_policy(call, principal)
-            identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
-            if has_media(call.messages):
-                await services.images.take(call)
-            num_tokens = await services.sessions.continued_length(call, principal)
-            if num_tokens is None:
-                num_tokens = await self._rendered_length(call, principal)
+            async with admitted(services, principal, scope) as admission:
+                with await services.bodies.reserve(principal, headers):
+                    call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
+                await services.pool.name_policy(call, principal)
+                identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
+                if has_media(call.messages):
+                    await services.images.take(call)
+                num_tokens = await services.sessions.continued_length(call, principal)
+                if num_tokens is None:
+                    num_tokens = await self._rendered_length(call, principal)
+                admission.num_tokens = num_tokens
         await reply.whole(orjson.dumps(self._dialect.encode_count(num_tokens)))
 
     async def _read(self, raw: bytes, scope: Scope) -> Call:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from proxy.auth import Principal
+from proxy.routes.calls import admitted
 from proxy.routes.control import (
     Body,
     Caller,
@@ -247,13 +248,15 @@ async def fork_turn(
     """
     wanted = fork or Fork()
 
-    def read(connection: Connection) -> tuple[Session, int]:
+    def read(connection: Connection) -> tuple[Session, int, int]:
         forked_id = selection.session_of_turn(connection, principal.tenant, turn_id)
         held = sessions.read_session(connection, principal.tenant, forked_id)
         turn = turns.find_turn(connection, principal.tenant, forked_id, turn_id=turn_id)
-        return held, held.policy_id if turn is None else turn.policy_or(held.policy_id)
+        if turn is None:
+            return held, held.policy_id, 0
+        return held, turn.policy_or(held.policy_id), turn.prompt_length + len(turn.token_ids)
 
-    forked, policy_id = await services.database.fetch(read)
+    forked, policy_id, num_tokens = await services.database.fetch(read)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
     left_out = {"task_id", "credit", "gamma", "sampling", "user_id"} - wanted.model_fields_set
     session = Session(
@@ -268,7 +271,9 @@ async def fork_turn(
         },
         **fields | {name: getattr(forked, name) for name in left_out},
     )
-    stored = await services.sessions.cache.fork(session, turn_id, before=wanted.at == "before")
+    async with admitted(services, principal, request.scope) as admission:
+        stored = await services.sessions.cache.fork(session, turn_id, before=wanted.at == "before")
+        admission.num_tokens = num_tokens
     services.forget_session(stored.tenant, stored.session_id)
     return answer(await new_session_json(stored, wanted, request, services, principal))
 

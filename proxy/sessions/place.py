@@ -9,13 +9,12 @@ new chain. If its conversation contains replies, its place names the reason.
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
 import itertools
+import math
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -34,11 +33,12 @@ from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, id
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
 from proxy.sessions.pins import Pins
+from proxy.sessions.rendering import RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 from proxy.sessions.which import check_id, end_user, next_id, next_prefix
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import Conflict
+from turnwise.errors import Conflict, PromptTooLong
 from turnwise.store import conversations, rewards
 from turnwise.store.database import Database
 from turnwise.types import Session, SessionStatus, Split, TokenIds, image_digests
@@ -46,8 +46,6 @@ from turnwise.types import Session, SessionStatus, Split, TokenIds, image_digest
 RENDERED_HERE = 4 * 2**10
 """Bytes of messages that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
 NO_IDS = np.empty(0, np.int32)
-RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
-"""Threads for rendering only: a text of many megabytes takes seconds, and other calls read the store in others."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -93,6 +91,7 @@ class Sessions:
         metrics: Metrics,
         faults: FaultPoints | None = None,
         policy_name: Callable[[int], str | None] = lambda _: None,
+        context_tokens: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
@@ -103,6 +102,8 @@ class Sessions:
         self._writer = writer
         self._settings = settings
         self._metrics = metrics
+        self._context_tokens = context_tokens
+        self._threads = RenderThreads()
         self._reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
         self._is_shared = settings.workers > 1
@@ -227,8 +228,10 @@ class Sessions:
             if tokens is None:
                 place.reason = "tokens_not_stored"
             else:
-                keep_thinking = self._settings.thinking == "keep"
-                await extend(place, call, parent, tokens, self.template, keep_thinking=keep_thinking)
+                limit, keep = self._context_tokens(), self._settings.thinking == "keep"
+                await extend(
+                    place, call, parent, tokens, self.template, self._threads, context_tokens=limit, keep_thinking=keep
+                )
         if live.others and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
             place.reason = "policy_changed"
 
@@ -263,6 +266,8 @@ class Sessions:
         place = await self._place(live, call, principal, inferred_by)
         try:
             await self.plan(place, call)
+        except PromptTooLong:
+            return None
         finally:
             self.release(place)
         # The engine alone knows how many tokens an image takes.
@@ -336,7 +341,9 @@ async def extend(
     parent: KnownTurn,
     tokens: EncodedIds,
     template: ChatTemplate | None,
+    threads: RenderThreads,
     *,
+    context_tokens: float = math.inf,
     keep_thinking: bool,
 ) -> None:
     """Let a call extend a turn, or set the reason why it starts a new chain.
@@ -347,12 +354,20 @@ async def extend(
         parent: the turn.
         tokens: prompt and sampled ids of the turn.
         template: the served model's; None while it is not known.
+        threads: where a long conversation is rendered.
+        context_tokens: most tokens of a prompt.
         keep_thinking: whether to stay on the chain although the template drops earlier thinking.
+
+    Raises:
+        PromptTooLong: the messages after the turn cannot fit into the context.
     """
     conversation, forest = place.conversation, place.forest
     place.reason = _reason_not_to_extend(call, forest, parent, template)
     if place.reason is not None or template is None:
         return
+    await check_fits(
+        call.messages[parent.num_messages :], tokens.num_ids, context_tokens, lambda: template.longest_tokens
+    )
     # Thinking is put back into the replies, which clients send without it.
     thinking = {turn.num_messages - 1: turn.reasoning for turn in forest.ancestors(parent) if turn.reasoning}
     continued = Continued(
@@ -370,8 +385,8 @@ async def extend(
     num_rendered = conversation.num_bytes - (conversation.num_old_bytes if is_outlined else 0)
     try:
         if num_rendered > RENDERED_HERE or not template.is_local:
-            loop = asyncio.get_running_loop()
-            between = await loop.run_in_executor(RENDERING, template.next_ids, continued, kinds, thinking)
+            tenant = place.session.tenant
+            between = await threads.run(tenant, template.next_ids, continued, kinds, thinking)
         else:
             between = template.next_ids(continued, kinds, thinking)
     except Unsafe as unsafe:

@@ -36,6 +36,7 @@ import orjson
 from jinja2 import nodes, sandbox
 
 from proxy.sessions.conversation import NO_FIELDS, canonical_content, tool_call_ids
+from proxy.sessions.rendering import LongestTokens
 from proxy.sessions.template_probes import FIELD_PROBES, OTHER_VALUE, PROBE_VALUES, long_conversations, with_other_text
 from turnwise import tokenizer as tokenizers
 from turnwise.errors import EngineError
@@ -154,6 +155,10 @@ class ChatTemplate:
         else:
             hinted = [*messages, {"role": "user", "content": hint}]
         return self.tokenise(self.render(hinted, tools, arguments, generate=True))
+
+    @functools.cached_property
+    def longest_tokens(self) -> LongestTokens:
+        return LongestTokens.of(self._tokenizer.get_vocab())
 
     def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""

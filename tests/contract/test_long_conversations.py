@@ -84,3 +84,24 @@ def test_the_engine_gets_all_messages_of_a_long_conversation_beside_the_ids(star
     assert (first.body["messages"], second.body["messages"]) == (messages[:82], messages[:84])
     assert second.body["kv_transfer_params"]["prompt_token_ids"] == view.prompt_token_ids.tolist()
     assert (view.turn.outcome, view.messages) == (Outcome.EXACT, messages[:84])
+
+
+def test_a_follow_up_that_cannot_fit_is_refused_before_it_is_rendered_and_counts_for_its_key(start_proxy):
+    """The engine never sees it, the session goes on without it, and its key has used what the text has at least."""
+    with running_fake_engine(Script(max_model_len=2_000)) as engine:
+        proxy = start_proxy(engine.url, "--key-tokens-per-minute", "60000000")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello."}]
+        engine.calls.clear()
+        assert ask(proxy, messages).is_success
+        long = {"role": "user", "content": "".join(map(str, range(100_000)))}
+        body = {"model": "fake", "messages": [*messages, long]}
+        refused = httpx.post(f"{proxy.session_v1('long')}/chat/completions", json=body, timeout=60)
+        counted = httpx.post(f"{proxy.session_v1('long')}/messages/count_tokens", json=body, timeout=60)
+        assert ask(proxy, [*messages, QUESTION]).is_success
+        assert len(engine.calls) == 2
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert error["message"].startswith("This model's maximum context length is 2000 tokens")
+    assert counted.json()["input_tokens"] > 2_000
+    outcomes = [(view.turn.outcome, view.turn.reason) for view in proxy.turns("long")]
+    assert outcomes == [(Outcome.EXACT, None), (Outcome.ERROR, "context_length_exceeded"), (Outcome.EXACT, None)]

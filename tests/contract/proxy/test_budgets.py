@@ -104,6 +104,49 @@ def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_sess
         used(ask(http, other))
 
 
+def test_counted_tokens_and_forks_are_charged_and_refused_like_calls(tmp_path):
+    """A fork is charged with what it copies: the prompt and the reply, which is what its call was charged with."""
+    with in_process_proxy(tmp_path, key_token_budget=10**6) as (http, database):
+        key = make_key(database)
+        spent = lambda: get(http, key, "/v1/budget")["key"]["tokens_used"]  # noqa: E731
+        headers = {"authorization": f"Bearer {key}"}
+        first = ask(http, key)
+        cost = used(first)
+        forked = http.post(f"/v1/turns/{first.json()['id']}/fork", headers=headers)
+        assert (forked.status_code, spent()) == (200, 2 * cost)
+        counted = ask(http, key, "/v1/messages/count_tokens").json()["input_tokens"]
+        assert counted > 0
+        assert spent() == 2 * cost + counted
+    with in_process_proxy(tmp_path, key_token_budget=1) as (http, database):
+        assert ask(http, key, "/v1/messages/count_tokens").status_code == 429
+        assert ask(http, key, "/v1beta/models/fake:countTokens").status_code == 429
+        refused = http.post(f"/v1/turns/{first.json()['id']}/fork", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "token_budget_spent")
+
+
+def test_a_prompt_that_cannot_fit_is_charged_with_the_least_tokens_that_it_has(tmp_path):
+    """Refusing it costs its reading, so it may not be free; the fake engine's context has 32,768 tokens."""
+    with in_process_proxy(tmp_path, key_token_budget=10**9) as (http, database):
+        key = make_key(database)
+        headers, path = {"authorization": f"Bearer {key}"}, "/sessions/s/v1/chat/completions"
+        first = ask(http, key, path)
+        reply = {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"]}
+        long = {"role": "user", "content": "".join(map(str, range(10**6)))}
+        refused = http.post(path, json={**CHAT, "messages": [*CHAT["messages"], reply, long]}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert get(http, key, "/v1/budget")["key"]["tokens_used"] > used(first) + 32_000
+
+
+def test_counted_tokens_and_forks_count_for_rates(tmp_path):
+    with in_process_proxy(tmp_path, key_requests_per_minute=2) as (http, database):
+        key = make_key(database)
+        headers = {"authorization": f"Bearer {key}"}
+        turn_id = ask(http, key).json()["id"]
+        assert ask(http, key, "/v1/messages/count_tokens").status_code == 200
+        assert ask(http, key, "/v1/messages/count_tokens").status_code == 429
+        assert http.post(f"/v1/turns/{turn_id}/fork", headers=headers).status_code == 429
+
+
 def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tmp_path):
     """Two days: yesterday counts, the day before it does not."""
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):

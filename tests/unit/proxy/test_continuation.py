@@ -12,6 +12,7 @@ from proxy.sessions.conversation import tool_call_ids
 from proxy.sessions.forest import KnownTurn, TurnForest, encode_ids
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace, extend
+from proxy.sessions.rendering import RenderThreads
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe, restored
 from turnwise.types import Json, Session
 
@@ -157,7 +158,7 @@ async def extended(
     wanted = call(messages, **fields)
     live = LiveSession(Session(session_id="s"), forest)
     place = CallPlace(live, live.session, forest, conversation_of(wanted))
-    await extend(place, wanted, parent, parent.tokens, template, keep_thinking=False)
+    await extend(place, wanted, parent, parent.tokens, template, RenderThreads(), keep_thinking=False)
     return place
 
 
@@ -235,7 +236,7 @@ async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_
     sounding.has_other_media = True
     live = LiveSession(Session(session_id="s"), forest)
     place = CallPlace(live, live.session, forest, conversation_of(sounding))
-    await extend(place, sounding, parent, parent.tokens, Canned(), keep_thinking=False)
+    await extend(place, sounding, parent, parent.tokens, Canned(), RenderThreads(), keep_thinking=False)
     assert place.reason == "media"
     assert (await planned(None, [USER, said("A"), NEXT])).reason == "template_unknown"
     assert (await planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT])).reason == "thinking_stripped"

@@ -1,0 +1,166 @@
+"""What a long conversation may cost others: what cannot fit is not rendered, and the threads are shared by tenants."""
+
+import asyncio
+import math
+import threading
+
+import numpy as np
+import pytest
+from support.conversations import conversation_of
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from proxy.dialects.chat import ChatCompletions
+from proxy.sessions.forest import KnownTurn, TurnForest, encode_ids
+from proxy.sessions.memory import LiveSession
+from proxy.sessions.place import CallPlace, extend
+from proxy.sessions.rendering import NUM_THREADS, LongestTokens, RenderThreads
+from turnwise.errors import PromptTooLong
+from turnwise.types import Session
+
+
+async def finish(*waiting):
+    return await asyncio.wait_for(asyncio.gather(*waiting), 120)
+
+
+async def test_a_tenant_with_many_long_calls_leaves_a_thread_to_each_other_tenant():
+    """The others' calls end while none of the first tenant's does."""
+    threads, freed = RenderThreads(), threading.Event()
+    held = [asyncio.ensure_future(threads.run("many", freed.wait, 120)) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert await finish(*(threads.run("other", str, number) for number in range(4))) == ["0", "1", "2", "3"]
+    freed.set()
+    assert await finish(*held) == [True] * 20
+
+
+async def test_tenants_that_wait_take_turns():
+    """With one thread: `a` has three calls, `b` comes later with one and is second."""
+    threads, freed, order = RenderThreads(1), threading.Event(), []
+    first = asyncio.ensure_future(threads.run("c", freed.wait, 120))
+    await asyncio.sleep(0)
+    waiting = [asyncio.ensure_future(threads.run(name[0], order.append, name)) for name in ("a1", "a2", "a3", "b1")]
+    await asyncio.sleep(0)
+    freed.set()
+    await finish(first, *waiting)
+    assert order == ["a1", "b1", "a2", "a3"]
+
+
+async def test_what_has_not_started_when_its_client_leaves_is_not_run_and_its_place_is_free():
+    threads, freed, ran = RenderThreads(), threading.Event(), []
+    held = [asyncio.ensure_future(threads.run("t", freed.wait, 120)) for _ in range(NUM_THREADS - 1)]
+    waiting = [asyncio.ensure_future(threads.run("t", ran.append, number)) for number in range(10)]
+    await asyncio.sleep(0)
+    for each in waiting:
+        each.cancel()
+    freed.set()
+    await finish(*held)
+    await finish(*(threads.run("t", ran.append, "later") for _ in range(4)))
+    assert ran == ["later"] * 4
+
+
+async def test_a_thread_whose_client_has_left_counts_for_its_tenant_until_it_ends():
+    threads, freed, ran = RenderThreads(2), threading.Event(), []
+    left = asyncio.ensure_future(threads.run("t", freed.wait, 120))
+    await asyncio.sleep(0)
+    left.cancel()
+    next_one = asyncio.ensure_future(threads.run("t", ran.append, "next"))
+    await finish(threads.run("other", str))
+    assert ran == []
+    freed.set()
+    await finish(next_one)
+    assert ran == ["next"]
+
+
+class Counted:
+    """A template of which the longest token has four letters."""
+
+    is_local = True
+    longest_tokens = LongestTokens.of(["abcd", "x" * 3, "=" * 16])
+    num_rendered = 0
+
+    def renders_in_short(self, _):
+        return False
+
+    def next_ids(self, *_):
+        self.num_rendered += 1
+        return np.array([8, 9], np.int32)
+
+
+async def placed(template, *after, limit=50_000.0):
+    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
+    wanted = ChatCompletions().parse({"messages": [*messages, *after]})
+    tokens = encode_ids(np.arange(3, dtype=np.int32))
+    digests = dict.fromkeys(("history_digest", "messages_digest", "dialogue_digest", "prompt_digest"), b"")
+    parent = KnownTurn(turn_id="t", parent_turn_id=None, chain_id="t", num_messages=2, tokens=tokens, **digests)
+    live = LiveSession(Session(session_id="s"), TurnForest())
+    place = CallPlace(live, live.session, live.forest, conversation_of(wanted))
+    await extend(place, wanted, parent, tokens, template, RenderThreads(), context_tokens=limit, keep_thinking=False)
+    return place
+
+
+LETTERS = "word " * 50_000
+"""200,000 letters: 50,000 tokens of four, and the prompt has three more."""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": LETTERS},
+        {"role": "user", "content": [{"type": "text", "text": LETTERS}]},
+        {"role": "tool", "content": [LETTERS[:100_000], LETTERS[100_000:]]},
+        {"role": "system", "content": LETTERS},
+        {"role": "user", "content": "=" * 2**20},
+        {"role": "user", "content": "誰" * 2**21},
+    ],
+    ids=["text", "a part", "parts of a tool", "system", "signs", "beyond ASCII"],
+)
+async def test_new_messages_that_cannot_fit_are_refused_before_they_are_rendered(message):
+    template = Counted()
+    with pytest.raises(PromptTooLong, match="maximum context length is 50000") as refused:
+        await placed(template, message)
+    assert refused.value.num_tokens >= 50_000
+    assert template.num_rendered == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "limit"),
+    [
+        ({"role": "user", "content": LETTERS}, 50_003.0),
+        ({"role": "user", "content": LETTERS}, math.inf),
+        ({"role": "user", "content": " \n" * 2**20}, 50_000.0),
+        ({"role": "assistant", "content": LETTERS}, 50_000.0),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x" * 2**20}}]}, 50_000.0),
+    ],
+    ids=["it just fits", "no limit", "white space", "a reply, whose thinking is dropped", "an image"],
+)
+async def test_new_messages_that_may_fit_are_rendered(message, limit):
+    place = await placed(template := Counted(), message, limit=limit)
+    assert (template.num_rendered, place.between.tolist()) == (1, [8, 9])
+
+
+TEXTS = [
+    "plain words of a text",
+    "=====",
+    "  \n\n  x",
+    "誰もいない",
+    "e\u0301e\u0301 \u1100\u1161\u11a8",
+    "12345",
+    "\x00\x1b",
+    "u\u0308\u0304" * 3,
+    "𝐀𝐁㎏",
+    "🙂👩‍👩‍👧",
+]
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.NFKC()])
+def test_the_least_number_of_tokens_is_never_more_than_there_are(normalizer):
+    """A byte-level tokenizer that was trained on the very text, so that its tokens are as long as they get."""
+    for text in (each * times for each in TEXTS for times in (1, 7, 100)):
+        tokenizer = Tokenizer(models.BPE())
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trained = trainers.BpeTrainer(vocab_size=400, show_progress=False)
+        tokenizer.train_from_iterator([text], trained)
+        least = LongestTokens.of(tokenizer.get_vocab()).least_tokens([text])
+        assert least <= len(tokenizer.encode(text).ids)
