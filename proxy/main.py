@@ -17,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 
+from proxy import features
 from proxy.app import create_app
 from proxy.http.connections import LimitedHttp
 from proxy.routes.data_plane import data_plane
@@ -122,7 +123,9 @@ class _Server(uvicorn.Server):
         allow_open_files(settings.max_concurrent_calls)
         directory = None if worker is None else worker.metrics_directory
         with self.capture_signals():
-            async with running_services(settings, self._peers, directory) as services:
+            async with running_services(
+                settings, self._peers, directory, features.STEPS, features.IN_STORE
+            ) as services:
                 metrics = services.metrics
                 if self._log_handler is not None:
                     self._log_handler.count_lost = metrics.lost_log_lines.inc

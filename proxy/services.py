@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from proxy.auth import Authenticator, open_authenticator
 from proxy.calls.images import Images
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
+from proxy.calls.steps import CallStep, Steps
 from proxy.engines.activity import ActivityRecorder
 from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import CONNECT_SECONDS, Engine
@@ -65,7 +66,13 @@ class Services:
         authenticator: Authenticator,
         peers: Peers,
         metrics_directory: Path | None,
+        steps: Iterable[type[CallStep]] = (),
+        in_store: tuple[str, ...] = (),
     ) -> None:
+        """Connect the services.
+
+        `steps` are those of all features, and `in_store` the modules of what they have in the store.
+        """
         faults = FaultPoints(settings.fault)
         self.settings = settings
         self._redact = None if settings.redactor is None else load_object(settings.redactor, "redactor")
@@ -75,7 +82,7 @@ class Services:
         self.exports = Database(settings.database.get_secret_value(), pool_size=NUM_EXPORTS)
         """Reads the pages of exports, so that they do not delay other reads."""
         self.exporting = Places("read exports", MAX_EXPORTS, MAX_TENANT_EXPORTS)
-        self.writer = Writer(settings, metrics)
+        self.writer = Writer(settings, metrics, in_store)
         self.pool = EnginePool(
             settings.engine,
             metrics,
@@ -97,12 +104,12 @@ class Services:
             )
         )
         """Where routes that no engine serves are passed to; None if nowhere."""
-        self.pool.divides_time = any("engine_second" in table for table in settings.prices.values())
         name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
         self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of, self.pool.context_tokens)
         self.images = Images(settings, metrics)
         self.retries = Retries(database, settings.cache_share("answers"))
-        self.relay = Relay(self.pool, self.sessions, self.retries, self.writer, settings, metrics, faults)
+        self.steps = Steps(steps, self, settings)
+        self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
         self.reloader = Reloader(
             database,
             self.writer,
@@ -218,7 +225,11 @@ def services_of(request: Request) -> Services:
 
 @contextlib.asynccontextmanager
 async def running_services(
-    settings: ProxySettings, peers: Peers, metrics_directory: Path | None
+    settings: ProxySettings,
+    peers: Peers,
+    metrics_directory: Path | None,
+    steps: Iterable[type[CallStep]] = (),
+    in_store: tuple[str, ...] = (),
 ) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
@@ -231,7 +242,7 @@ async def running_services(
     database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
     await asyncio.to_thread(database.check_schema)
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
-    services = Services(settings, database, authenticator, peers, metrics_directory)
+    services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store)
     await services.writer.start()
     await peers.connect(services.apply_change)
     await services.reloader.start()

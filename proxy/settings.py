@@ -6,7 +6,6 @@ import json
 import math
 import ssl
 from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -30,9 +29,6 @@ DIVIDED = (
 
 
 FeedbackRewards = dict[Literal["up", "down", "correction"], float]
-Price = Annotated[Decimal, Field(ge=0, le=10**6, max_digits=20)]
-PriceTable = Annotated[dict[Literal["prompt", "cached", "sampled", "engine_second"], Price], Field(min_length=1)]
-Priced = Annotated[str, Field(pattern=r"^(\*|(engine|model|policy):.+)$")]
 CACHE_TENTHS = {"turns": 4, "messages": 4, "tokens": 1, "answers": 1}
 """How `cache_bytes` is divided."""
 HOLDOUT_SHARE = 0.1
@@ -185,12 +181,6 @@ class ProxySettings(Settings):
     """Prompt and sampled tokens that one key may use in all; a key can have its own budget instead."""
     tenant_token_budget: int | None = Field(default=None, gt=0)
     """Prompt and sampled tokens that all keys of one tenant may use in all."""
-    prices: Annotated[dict[Priced, PriceTable], FromJson] = Field(default={})
-    """Prices of calls, as JSON: of all under `*`, of some under `engine:URL`, `model:NAME` (as engines serve it) and
-    `policy:NAME`. The last of these four that fits a call is its table, with `prompt`, `cached` and `sampled` per
-    million tokens, and `engine_second`. Without `cached` such tokens cost as much as others of the prompt."""
-    currency: str = Field(default="USD", pattern=r"^\w{1,16}$")
-    """What the prices are in."""
     token_budget_days: int | None = Field(default=None, gt=0, le=3650)
     """Period of all token budgets in UTC days, today included; by default a budget is for good."""
     tenant_max_policies: int | None = Field(default=None, ge=0)

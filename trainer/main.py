@@ -17,6 +17,7 @@ from types import FrameType
 
 import torch
 
+import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
 from trainer.model.agent import NO_SHARDED_CRITIC
 from trainer.model.optimizer import check_optimizer

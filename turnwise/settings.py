@@ -31,7 +31,7 @@ from turnwise.errors import SettingsError
 SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one for each process."""
 MODELS = {
-    "proxy": "proxy.settings:ProxySettings",
+    "proxy": "proxy.features:Settings",
     "trainer": "trainer.settings:TrainerSettings",
     "engine": "turnwise.processes.engine_command:EngineSettings",
     "up": "turnwise.processes.stack:UpSettings",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from alembic import op
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+import turnwise.features  # noqa: F401  the tables of features are declared there
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import NO_TENANT, indexes, metadata, policies
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now

@@ -1,4 +1,4 @@
-"""One call while it runs: its state, the reply as it is captured, the turns that it becomes, and its price.
+"""One call while it runs: its state, the reply as it is captured, and the turns that it becomes.
 
 A whole reply is one part, and a stream many. Parts that arrived together are handled together, and no part waits for a
 later one. Each turn has one outcome.
@@ -6,31 +6,27 @@ later one. Each turn has one outcome.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import re
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from proxy.calls.retries import Attempt
+from proxy.calls.steps import CallStep
 from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
-from proxy.engines.engine import NOT_A_COMPLETION, Lane
+from proxy.engines.engine import Lane
 from proxy.sessions.forest import KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
 from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
-from proxy.settings import ProxySettings
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
 from turnwise.store.media import Media
-from turnwise.store.turns import Charge
 from turnwise.types import Json, Outcome, TokenIds, image_digests, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
@@ -58,8 +54,6 @@ class Running:
     started: float = dataclasses.field(default_factory=time.perf_counter)
     key_id: str = ""
     """The API key that the call is charged to."""
-    engine_share: float = 0.0
-    """The engine's `call_share` when the call was admitted."""
     num_prompt_tokens: int = 0
     """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
     first_token_at: float | None = None
@@ -69,6 +63,8 @@ class Running:
     version_last: int = 0
     root: Root | None = None
     """What a call without a parent shows about its chain; None until its turns are built."""
+    kept: dict[type[CallStep], Any] = dataclasses.field(default_factory=dict)
+    """What each step keeps of the call."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -301,28 +297,6 @@ def _outcome(
     # The conversation contains replies, and no stored tokens are used for them.
     is_retokenised = place.parent is None and place.reason is not None and place.conversation.num_replied > 0
     return (Outcome.RETOKENISED if is_retokenised else Outcome.EXACT), place.reason
-
-
-def charge(
-    running: Running, turns: list[NewTurn], settings: ProxySettings, policies: Mapping[int, str]
-) -> Charge | None:
-    """Return what a call costs; None where no table of prices fits it."""
-    lane, policy_id = running.lane, running.place.session.policy_id
-    assert lane is not None
-    names = f"policy:{policies.get(policy_id)}", f"model:{lane.engine.model}", f"engine:{lane.engine.url}", "*"
-    table = next((settings.prices[name] for name in names if name in settings.prices), None)
-    if table is None:
-        return None
-    nothing, num_prompt, num_cached = Decimal(0), turns[0].prompt_length, 0
-    with contextlib.suppress(*NOT_A_COMPLETION, ValueError):  # an engine need not say it
-        said = msgspec.json.decode(running.captured.usage)["prompt_tokens_details"]["cached_tokens"]
-        num_cached = min(num_prompt, max(0, int(said)))
-    tokens = table.get("prompt", nothing) * (num_prompt - num_cached)
-    tokens += table.get("cached", table.get("prompt", nothing)) * num_cached
-    tokens += table.get("sampled", nothing) * sum(len(turn.token_ids) for turn in turns)
-    seconds = Decimal(lane.engine.divide_time() - running.engine_share)
-    cost = tokens / 10**6 + table.get("engine_second", nothing) * seconds
-    return running.key_id, policy_id, settings.currency, cost
 
 
 def remembered(running: Running, turns: list[NewTurn]) -> list[KnownTurn]:

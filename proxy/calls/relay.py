@@ -16,6 +16,7 @@ from typing import Any
 from proxy.calls import capture
 from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.calls.retries import Retries
+from proxy.calls.steps import Steps
 from proxy.engines.engine import Lane
 from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
 from proxy.engines.pool import EnginePool
@@ -67,6 +68,7 @@ class Relay:
         pool: EnginePool,
         sessions: Sessions,
         retries: Retries,
+        steps: Steps,
         writer: Writer,
         settings: ProxySettings,
         metrics: Metrics,
@@ -76,11 +78,10 @@ class Relay:
         self._pool = pool
         self._sessions = sessions
         self._retries = retries
+        self._steps = steps
         self._writer = writer
         self._metrics = metrics
         self._max_reply_bytes = settings.max_reply_bytes
-        self._settings = settings
-        self._needs_usage = any("cached" in table for table in settings.prices.values())
 
     async def reply(self, running: Running, send: Send = _send_nothing) -> bytes:
         """Return the whole reply, or the finishing events of a stream, once its turns are stored.
@@ -118,6 +119,8 @@ class Relay:
         except asyncio.CancelledError as error:  # by the server, when it stops and its drain time is over
             raise ProxyUnavailable(STOPPING) from error
         finally:
+            for step in self._steps.ended:
+                step(running)
             if running.lane is not None:
                 self._pool.release(running.lane)
             mode = "stream" if call.stream else "whole"
@@ -161,11 +164,8 @@ class Relay:
         await self._sessions.plan(place, call)
         lane = running.lane = await self._pool.admit(place.session, call.policy_version, has_waited=running.has_waited)
         running.version_first = running.version_last = lane.sampled_version
-        running.engine_share = lane.engine.call_share
-        options = call.body.get("stream_options") or {}
-        if self._needs_usage and call.stream and isinstance(options, dict) and not options.get("include_usage"):
-            call.body = {**call.body, "stream_options": {"include_usage": True}}
-            running.captured.hides_usage = True
+        for step in self._steps.sent:
+            step(running)
         self._faults.point("before_engine")
         headers = {"x-request-id": running.attempt.call_id}
         try:
@@ -258,8 +258,8 @@ class Relay:
         """
         place, metrics = running.place, self._metrics
         running.num_prompt_tokens = turns[0].prompt_length
-        if self._settings.prices and running.lane is not None:
-            turns[0].charge = capture.charge(running, turns, self._settings, self._pool.policy_names)
+        for step in self._steps.built:
+            step(running, turns)
         self._faults.point("before_commit")
         is_first = await self._append(running, turns)
         self._faults.point("after_commit_before_reply")

@@ -191,7 +191,6 @@ class Engine:
         self.places_images: bool | None = None
         """Whether it takes token ids with images and says where these are, as our plug-in does; None before its first
         reply to a call with images."""
-        self.call_share = self._divided_at = 0.0
         self.returns_supports = False
         """Whether one of its replies had supports, which our plug-in adds."""
         self.problem: str | None = None
@@ -258,17 +257,6 @@ class Engine:
         if version.kind is PolicyKind.FULL or self.base_lane.version:
             return self.base_lane
         return self.adapters.get(version.version) or Lane(self, version.version, adapter_name(version.version))
-
-    def divide_time(self) -> float:
-        """Divide the seconds since the last division among the calls that ran; return the sum of one call's shares.
-
-        What a call has of them is the difference between its end and its start.
-        """
-        now = time.perf_counter()
-        if num_calls := self.num_calls:
-            self.call_share += (now - self._divided_at) / num_calls
-        self._divided_at = now
-        return self.call_share
 
     @property
     def num_calls(self) -> int:

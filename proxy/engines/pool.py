@@ -88,8 +88,6 @@ class EnginePool:
         before its first version, and the versions of its arms. Only sessions of an arm sample with its version."""
         self.load_adapter: Callable[[Engine, int], Awaitable[Lane]] | None = None
         """Loads an adapter into an engine at the call that needs it."""
-        self.divides_time = False
-        """Whether each call gets its share of its engine's seconds, because they have a price."""
         self._name_rules = model_names or {}
         self._database = database
         self._reading: asyncio.Task[None] | None = None
@@ -366,8 +364,6 @@ class EnginePool:
         except BaseException:
             self._in_flight -= 1
             raise
-        if self.divides_time:
-            lane.engine.divide_time()
         lane.num_calls += 1
         lane.engine.num_started += 1
         state = self.state(session.policy_id)
@@ -417,8 +413,6 @@ class EnginePool:
             await self._changed.wait()
 
     def release(self, lane: Lane) -> None:
-        if self.divides_time:
-            lane.engine.divide_time()
         lane.num_calls -= 1
         self._in_flight -= 1
 

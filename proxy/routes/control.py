@@ -32,7 +32,7 @@ from turnwise.chains import is_trainable
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps, loads
 from turnwise.sampling import why_not_trained
-from turnwise.store import keys, overview, policies, selection
+from turnwise.store import extensions, keys, policies, selection
 from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
@@ -136,15 +136,16 @@ async def sessions_json(found: Sequence[Session], services: Services) -> list[Js
     names = services.pool.policy_names
     rows = [{**record_json(session), "policy": names.get(session.policy_id)} for session in found]
     tenant = found[0].tenant if found else ""
-    return await with_costs(rows, "session", [each.session_id for each in found], services, tenant)
+    return await with_columns(rows, "session", [each.session_id for each in found], services, tenant)
 
 
-async def with_costs(rows: list[Json], by: str, names: list[Any], services: Services, tenant: str) -> list[Json]:
-    """Return rows with what the calls of each session, key, policy or update cost; the same rows without prices."""
-    if not services.settings.prices:
+async def with_columns(rows: list[Json], by: str, names: list[Any], services: Services, tenant: str) -> list[Json]:
+    """Return rows of sessions, keys, policies or updates with the columns of the features that are on."""
+    wanted = services.steps.columns
+    if not wanted:
         return rows
-    spent = await services.database.fetch(overview.read_costs, by, tenant, names)
-    return [row | {"cost": spent.get(name, {})} for row, name in zip(rows, names, strict=True)]
+    values = await services.database.fetch(extensions.read_columns, by, tenant, names, wanted=wanted)
+    return [values.add(row, name) for row, name in zip(rows, names, strict=True)]
 
 
 async def session_json(session: Session, services: Services) -> Json:

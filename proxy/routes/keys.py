@@ -23,7 +23,7 @@ from proxy.routes.control import (
     describe_answer,
     page,
     record_json,
-    with_costs,
+    with_columns,
 )
 from proxy.sessions.which import MAX_USER_ID, next_prefix
 from turnwise.store import consent, keys
@@ -57,7 +57,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
         return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 
     rows = await services.database.fetch(read)
-    return page(await with_costs(rows, "key", [row["key_id"] for row in rows], services, principal.tenant))
+    return page(await with_columns(rows, "key", [row["key_id"] for row in rows], services, principal.tenant))
 
 
 @router.post("", responses=describe_answer("NewKeyAnswer"))

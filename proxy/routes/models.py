@@ -25,7 +25,7 @@ from proxy.routes.keys import Consent
 from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store import arms, keys, overview, policies, retention, updates
+from turnwise.store import arms, extensions, keys, overview, policies, retention, updates
 from turnwise.store import turns as stored_turns
 from turnwise.types import (
     ConsentMark,
@@ -112,13 +112,20 @@ def _model_of(record: type) -> type[Answer]:
     return answer_model(record.__name__, record)
 
 
-COST: Any = (dict[str, str], Field(default={}, description="Its calls' cost by currency; left out without `prices`."))
-session_model = functools.partial(
-    answer_model,
-    record=Session,
-    policy=_field(str | None, "The name of its own policy, which samples the calls that name no other."),
-    cost=COST,
-)
+def _columns(of: str) -> dict[str, Any]:
+    """Return the fields that features add to rows of sessions, keys, policies or updates."""
+    return {
+        each.name: (each.kind, Field(default=each.empty, description=each.description))
+        for each in extensions.columns
+        if of in each.of
+    }
+
+
+def session_model(name: str, doc: str, **extra: Any) -> type[Answer]:
+    policy = _field(str | None, "The name of its own policy, which samples the calls that name no other.")
+    return answer_model(name, Session, doc, policy=policy, **_columns("session"), **extra)
+
+
 SessionAnswer = session_model("SessionAnswer", doc="One run of an agent.")
 ListedSession = session_model(
     "ListedSession",
@@ -215,7 +222,7 @@ ListedPolicy = answer_model(
     Policy,
     "A policy in a list.",
     summary=(
-        answer_model("PolicySummary", policies.PolicySummary, cost=COST) | None,
+        answer_model("PolicySummary", policies.PolicySummary, **_columns("policy")) | None,
         Field(default=None, description="What it holds, with `summary=true`."),
     ),
 )
@@ -235,7 +242,7 @@ UpdateAnswer = answer_model(
     policy=_field(str | None, "The name of the policy that it trained."),
     groups=_field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
     sessions=_field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
-    cost=COST,
+    **_columns("update"),
 )
 
 
@@ -275,7 +282,9 @@ PolicyPage = page_model(
 
 
 TOKENS_USED = _field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
-ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED, cost=COST)
+ListedKey = answer_model(
+    "ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED, **_columns("key")
+)
 KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",
@@ -297,7 +306,7 @@ CountsAnswer = answer_model(
         "that is up to one second ago for every 10,000 of them.",
     ),
 )
-ListedUpdate = answer_model("ListedUpdate", UpdateSummary, cost=COST)
+ListedUpdate = answer_model("ListedUpdate", UpdateSummary, **_columns("update"))
 UpdateSummaries = page_model("UpdateSummaries", ListedUpdate, "Some updates in a few numbers.")
 DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 

@@ -29,7 +29,7 @@ from proxy.routes.control import (
     is_operator,
     page,
     record_json,
-    with_costs,
+    with_columns,
 )
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
@@ -210,7 +210,7 @@ async def list_updates(
         for each in found
     ]
     ids = [each.update.update_id for each in found]
-    return page(await with_costs(rows, "update", ids, services, principal.tenant), has_more=more)
+    return page(await with_columns(rows, "update", ids, services, principal.tenant), has_more=more)
 
 
 @control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))
@@ -223,7 +223,7 @@ async def summarise_updates(
     found = await services.database.fetch(summaries.summarise_updates, principal.tenant, limit=limit)
     rows = [{name: getattr(each, name) for name in summaries.UpdateSummary.__slots__} for each in found]
     ids = [each.update_id for each in found]
-    return page(await with_costs(rows, "update", ids, services, principal.tenant))
+    return page(await with_columns(rows, "update", ids, services, principal.tenant))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))

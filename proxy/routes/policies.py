@@ -31,7 +31,7 @@ from proxy.routes.control import (
     page,
     policies_json,
     record_json,
-    with_costs,
+    with_columns,
 )
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
@@ -162,7 +162,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
         key = ("sizes", *(str(each.policy_id) for each in named))
         sizes = await services.files.read(key, "the versions", measure, seconds=PATIENCE_SECONDS)
     rows = [dataclasses.asdict(each) | {"num_bytes": sizes.get(number)} for number, each in held.items()]
-    return dict(zip(held, await with_costs(rows, "policy", list(held), services, principal.tenant), strict=True))
+    return dict(zip(held, await with_columns(rows, "policy", list(held), services, principal.tenant), strict=True))
 
 
 @router.post("", responses=describe_answer("PolicyAnswer", "NamedPolicy"))

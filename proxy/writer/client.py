@@ -63,10 +63,12 @@ class _Waiting(NamedTuple):
 class Writer:
     """Writes what calls and their routes store, through one process."""
 
-    def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
+    def __init__(self, settings: ProxySettings, metrics: Metrics, imports: tuple[str, ...] = ()) -> None:
         url, seconds = settings.database.get_secret_value(), settings.commit_timeout_seconds
         lock_seconds = min(LOCK_SECONDS, seconds)
-        self._setup = Setup(url, lock_seconds, settings.fault, os.getpid(), settings.log_format, settings.redactor)
+        self._setup = Setup(
+            url, lock_seconds, settings.fault, os.getpid(), settings.log_format, settings.redactor, imports
+        )
         self._metrics = metrics
         self._timeout_seconds = seconds
         self._numbers = itertools.count()
@@ -330,11 +332,11 @@ def row_of(turn: NewTurn) -> stored_turns.TurnRow:
         turn,
         encoded_logprobs=b",".join(turn.encoded_logprobs),
         asks_support=turn.asks_support,
-        charge=turn.charge,
         encoded_prompt=turn.encoded_prompt,
         encoded_routing=turn.encoded_routing,
         media=turn.media,
         session_created_at=rows.to_micros(turn.session_created_at),
+        **turn.extra,
     )
 
 

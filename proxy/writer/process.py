@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import importlib
 import itertools
 import json
 import logging
@@ -71,6 +72,8 @@ class Setup(NamedTuple):
     log_format: LogFormat = "text"
     redactor: str | None = None
     """The setting of this name."""
+    imports: tuple[str, ...] = ()
+    """Modules to import before the store is opened: they extend it."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -82,8 +85,8 @@ class NewTurn(Turn):
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
     asks_support: bool = False
     """Whether they say which ids could be sampled."""
-    charge: turns.Charge | None = None
-    """What its call costs, of the call's first turn; None without prices."""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What features add to its row, for what follows its append (`turnwise.store.extensions`)."""
     encoded_prompt: bytes = b""
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     media: dict[str, Media] = dataclasses.field(default_factory=dict)
@@ -338,6 +341,8 @@ def serve(link: socket.socket) -> None:
         return
     setup, *early = first
     log_handler = configure_logging("warning", setup.log_format)
+    for module in setup.imports:
+        importlib.import_module(module)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     faults = FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid))
     committer = Committer(database, faults, setup.proxy_pid, link, setup.redactor)

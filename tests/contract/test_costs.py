@@ -13,8 +13,8 @@ from support.commands import invoke
 from support.ledger_samples import finish, update_record
 from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.engines.engine import Engine
-from proxy.settings import ProxySettings
+from proxy.features import Settings
+from proxy.features.prices import DividedTime
 from turnwise.store import claims
 from turnwise.store.database import Database
 
@@ -142,19 +142,19 @@ def test_another_tenant_sees_its_own_costs_of_the_shared_policy_alone(start_pric
 
 def test_the_seconds_of_an_engine_are_divided_among_the_calls_that_run_in_them():
     """One call runs alone for 3 s, then beside another for 4 s, which goes on alone for 5 s: 3 + 2 and 2 + 5."""
-    engine = Engine("http://engine", timeout_seconds=1)
+    divided = DividedTime()
     now = iter([0.0, 3.0, 7.0, 12.0])
     starts, shares = {}, {}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("proxy.engines.engine.time.perf_counter", lambda: next(now))
+        patched.setattr("proxy.features.prices.time.perf_counter", lambda: next(now))
         for begins, ends in (("first", None), ("second", None), (None, "first"), (None, "second")):
-            engine.divide_time()
+            call_share = divided.divide()
             if begins:
-                starts[begins] = engine.call_share
-                engine.base_lane.num_calls += 1
+                starts[begins] = call_share
+                divided.num_calls += 1
             if ends:
-                shares[ends] = engine.call_share - starts[ends]
-                engine.base_lane.num_calls -= 1
+                shares[ends] = call_share - starts[ends]
+                divided.num_calls -= 1
     assert shares == {"first": 5.0, "second": 7.0}
 
 
@@ -183,4 +183,4 @@ def test_without_prices_nothing_is_stored_or_shown(proxy):
 )
 def test_a_table_that_prices_nothing_is_refused(prices):
     with pytest.raises(ValidationError):
-        ProxySettings(prices=prices)
+        Settings(prices=prices)

@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
-from support.migrated import migrated
-from support.warm_writers import fork_writers
 from turnwise_fake_engine import running_fake_engine
 
 from proxy.app import create_app
@@ -19,39 +17,56 @@ from proxy.routes.data_plane import data_plane
 from proxy.services import running_services
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Peers
-from turnwise.store.database import Database
+
+if TYPE_CHECKING:
+    from turnwise.store.database import Database
 
 
 @contextlib.contextmanager
 def in_process_proxy(
     directory: Path, *, engine_check: str = "off", wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any
-) -> Iterator[tuple[TestClient, Database]]:
+) -> Iterator[tuple[TestClient, "Database"]]:
     """Run a proxy over a new database until the block ends; requests go to what `wrap` makes of its app."""
+    from support.migrated import migrated
+    from support.warm_writers import fork_writers
+
+    from proxy import features
+    from turnwise.store.database import Database
+
     fork_writers()
     url = f"sqlite:///{directory}/turnwise.db"
     database = Database(migrated(url))
     with running_fake_engine() as engine:
-        given = ProxySettings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
-        app: ASGIApp
-
-        @contextlib.asynccontextmanager
-        async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            nonlocal app
-            async with running_services(given, Peers(), None) as services:
-                app = wrap(data_plane(create_app(services), services))
-                yield
-
-        around = Starlette(lifespan=lifespan)
-
-        async def serve(scope: Any, receive: Any, send: Any) -> None:
-            """Serve a request whose client stays connected; an endless reply ends as it does when the server stops."""
-            if scope["type"] == "lifespan":
-                await around(scope, receive, send)
-                return
-            left, closing = (asyncio.get_running_loop().create_future() for _ in range(2))
-            closing.set_result(None)
-            await app({**scope, "extensions": {LEFT: left, CLOSING: closing}}, receive, send)
-
-        with TestClient(serve) as http:
+        given = features.Settings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
+        with served(given, wrap, steps=features.STEPS, in_store=features.IN_STORE) as http:
             yield http, database
     database.close()
+
+
+@contextlib.contextmanager
+def served(
+    given: ProxySettings, wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app, **features: Any
+) -> Iterator[TestClient]:
+    """Serve with features as `running_services` takes them; none are imported here."""
+    app: ASGIApp
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        nonlocal app
+        async with running_services(given, Peers(), None, **features) as services:
+            app = wrap(data_plane(create_app(services), services))
+            yield
+
+    around = Starlette(lifespan=lifespan)
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request whose client stays connected; an endless reply ends as it does when the server stops."""
+        if scope["type"] == "lifespan":
+            await around(scope, receive, send)
+            return
+        left, closing = (asyncio.get_running_loop().create_future() for _ in range(2))
+        closing.set_result(None)
+        await app({**scope, "extensions": {LEFT: left, CLOSING: closing}}, receive, send)
+
+    with TestClient(serve) as http:
+        yield http

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+import turnwise.features  # noqa: F401  the store calls them from here on
 from turnwise.store.database import Database
 
 

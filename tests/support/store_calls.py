@@ -16,6 +16,7 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
+from turnwise.features.prices import read_costs
 from turnwise.store import (
     archive,
     arms,
@@ -288,7 +289,7 @@ def _costs(conn: sa.Connection) -> None:
     charge = "k", 0, "EUR", decimal.Decimal("0.5")
     turns.append_rows(conn, [rows.TURNS.row(_turn(), charge=charge)])
     for by, among in (("session", ["s"]), ("key", ["k"]), ("policy", [0]), ("update", [9])):
-        overview.read_costs(conn, by, "t", among)
+        read_costs(conn, by, "t", among)
 
 
 OF_TENANT: dict[str, Ask] = {

@@ -7,7 +7,7 @@ import datetime as dt
 import click
 
 from turnwise.client.wire import given
-from turnwise.commands.output import confirm, print_records, print_stored, with_cost
+from turnwise.commands.output import confirm, print_records, print_stored
 from turnwise.commands.place import (
     DataPlace,
     database_option,
@@ -106,13 +106,13 @@ def keys_list(tenant: str | None, place: DataPlace, *, as_json: bool) -> None:
             refuse_tenant(tenant)
             print_stored(client.keys(), "keys", client.base_url, as_json=as_json, columns=KEY_COLUMNS)
             return
+    from turnwise.store import extensions
     from turnwise.store import keys as stored_keys
-    from turnwise.store import overview
 
     with place.store() as store, store.read() as conn:
-        used, spent = stored_keys.used_by_key(conn, tenant), overview.read_costs(conn, "key", tenant)
+        used, columns = stored_keys.used_by_key(conn, tenant), extensions.read_columns(conn, "key", tenant)
         found = [
-            with_cost({**values_of(key), "tokens_used": used.get(key.key_id, 0)}, spent, key.key_id)
+            columns.add({**values_of(key), "tokens_used": used.get(key.key_id, 0)}, key.key_id)
             for key in stored_keys.list_keys(conn, tenant)
         ]
     print_stored(found, "keys", place.database_url, as_json=as_json, columns=KEY_COLUMNS)

@@ -13,7 +13,6 @@ from pydantic import SecretStr
 
 from turnwise.errors import SettingsError
 from turnwise.settings import describe_secret
-from turnwise.types import Json
 
 _COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "model": "blue", "up": "yellow"}
 
@@ -54,17 +53,13 @@ def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> 
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    if name == "cost":
+    if isinstance(value, dict):
         return " + ".join(f"{amount} {currency}" for currency, amount in value.items())
     if isinstance(value, float):
         return f"{value:.4g}"
     if name.endswith("_at") and isinstance(value, str):
         return dt.datetime.fromisoformat(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return str(value)
-
-
-def with_cost(row: Json, spent: dict[Any, dict[str, str]], name: Any) -> Json:
-    return row | {"cost": spent.get(name, {})} if spent else row
 
 
 def print_stored(found: list[Any], noun: str, url: str, *, as_json: bool, columns: Iterable[str]) -> None:

@@ -98,6 +98,7 @@ def opened(url: str, *, make_ready: bool = True, creates: bool = True) -> Iterat
         SchemaMismatch: its tables are not those of this release.
         StoreUnavailable: it cannot be reached.
     """
+    import turnwise.features  # noqa: F401  the store calls them from here on
     from turnwise.store.database import Database, missing_file
 
     missing = None if creates else missing_file(url)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from turnwise.client import Client
-from turnwise.commands.output import print_records, print_stored, with_cost
+from turnwise.commands.output import print_records, print_stored
 from turnwise.commands.place import (
     DataPlace,
     database_option,
@@ -97,19 +97,18 @@ def list_named(place: DataPlace, *, as_json: bool) -> None:
 
 
 def _summaries(place: DataPlace) -> list[Json]:
-    from turnwise.store import overview, versions
+    from turnwise.store import extensions, versions
     from turnwise.store import policies as stored_policies
 
     with place.store() as store:
         with store.read() as conn:
-            spent = overview.read_costs(conn, "policy", None)
+            columns = extensions.read_columns(conn, "policy", None)
             named = stored_policies.list_policies(conn)
             held = stored_policies.summarise_policies(conn)
             measured = {number: versions.measured_versions(conn, number) for number in held}
         sizes = {number: num_bytes_on_disk(found) for number, found in measured.items()}
     summaries = {
-        number: with_cost(values_of(each) | {"num_bytes": sizes[number]}, spent, number)
-        for number, each in held.items()
+        number: columns.add(values_of(each) | {"num_bytes": sizes[number]}, number) for number, each in held.items()
     }
     return [values_of(each) | {"summary": summaries[each.policy_id]} for each in named]
 
@@ -338,17 +337,16 @@ def updates(limit: int, place: DataPlace, *, as_json: bool) -> None:
             found = [_with_metrics(each, *_SHOWN) for each in itertools.islice(client.updates(), limit)]
             print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
             return
-    from turnwise.store import overview
+    from turnwise.store import extensions
     from turnwise.store import policies as stored_policies
     from turnwise.store import updates as stored_updates
 
     with place.store() as store, store.read() as conn:
         names = {policy.policy_id: policy.name for policy in stored_policies.list_policies(conn)}
         newest = stored_updates.list_updates(conn, limit=limit)[0]
-        spent = overview.read_costs(conn, "update", None, [each.update_id for each in newest])
+        columns = extensions.read_columns(conn, "update", None, [each.update_id for each in newest])
         listed = [
-            with_cost(_with_metrics(values_of(each), *_SHOWN), spent, each.update_id)
-            | {"policy": names.get(each.policy_id)}
+            columns.add(_with_metrics(values_of(each), *_SHOWN), each.update_id) | {"policy": names.get(each.policy_id)}
             for each in newest
         ]
     print_stored(listed, "updates", place.database_url, as_json=as_json, columns=_UPDATE_COLUMNS)

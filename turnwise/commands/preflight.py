@@ -18,7 +18,7 @@ from turnwise.types import PolicyKind
 from turnwise.version_directory import base_version, local_files, weight_files
 
 if TYPE_CHECKING:
-    from proxy.settings import ProxySettings
+    from proxy.features import Settings as ProxySettings
     from trainer.settings import TrainerSettings
     from turnwise.processes.stack import GpuPlan, UpSettings
 
@@ -140,7 +140,7 @@ def _memory_note(who: str, needed: float, given: float, *, may_need_less: bool =
 
 def load_proxy(settings: UpSettings, config: Path | None) -> ProxySettings:
     """Return the settings of the proxy under `turnwise up`."""
-    from proxy.settings import ProxySettings
+    from proxy.features import Settings as ProxySettings
 
     overrides = {"host": settings.host, "port": settings.port}
     return load_settings(ProxySettings, config=config, section="proxy", overrides=overrides)

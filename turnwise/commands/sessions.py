@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.output import confirm, print_records, print_stored, with_cost
+from turnwise.commands.output import confirm, print_records, print_stored
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
@@ -58,16 +58,17 @@ def sessions(place: DataPlace, limit: int, *, as_json: bool, **chosen: Any) -> N
             at_proxy = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
             _print_sessions(at_proxy, limit, client.base_url, as_json=as_json)
             return
-    from turnwise.store import overview, policies
+    from turnwise.store import extensions, policies
     from turnwise.store import sessions as stored_sessions
 
     with place.store() as store, store.read() as conn:
         names = policies.names_of_policies(conn)
         listed = stored_sessions.list_sessions(conn, filter_of(chosen), limit=limit)[0]
         ids = [each.session_id for each in listed]
-        spent = {each: overview.read_costs(conn, "session", each, ids) for each in {each.tenant for each in listed}}
+        tenants = {each.tenant for each in listed}
+        columns = {tenant: extensions.read_columns(conn, "session", tenant, ids) for tenant in tenants}
         found = [
-            with_cost(values_of(each) | {"policy": names[each.policy_id]}, spent[each.tenant], each.session_id)
+            columns[each.tenant].add(values_of(each) | {"policy": names[each.policy_id]}, each.session_id)
             for each in listed
         ]
     _print_sessions(found, limit, place.database_url, as_json=as_json)

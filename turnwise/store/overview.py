@@ -1,4 +1,4 @@
-"""Counts and sums of costs, and the states of the newest sessions, versions and updates, for pages and events.
+"""Counts, and the states of the newest sessions, versions and updates, for pages and events.
 
 Two readings of the states show what has changed between them. A reading costs the same however long the history is.
 Changes of sessions that are older than the newest `NUM_SESSIONS` are not seen.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Collection
-from decimal import Decimal
-from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.store.notices import TrainerStatus, trainer_statuses
 from turnwise.store.policies import is_shown_to
 from turnwise.store.rows import to_micros
-from turnwise.store.schema import COST_DIGITS, NO_TENANT, costs, groups, policy_versions, sessions, turns, updates
-from turnwise.store.statements import is_among, unindexed
+from turnwise.store.schema import NO_TENANT, groups, policy_versions, sessions, turns, updates
 from turnwise.types import GroupStatus, Json, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
@@ -87,34 +83,6 @@ def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict
     is_counted = table.c.tenant != NO_TENANT if tenant is None else table.c.tenant == tenant
     counted = sa.select(table.c.status, sa.func.count().label("number")).where(is_counted).group_by(table.c.status)
     return {row.status: row.number for row in conn.execute(counted)}
-
-
-def read_costs(
-    conn: sa.Connection, by: str, tenant: str | None, among: Collection[Any] | None = None
-) -> dict[Any, dict[str, str]]:
-    """Return what a tenant's calls cost, as decimal numbers by currency, by session, key, policy or update.
-
-    An update costs what its policy cost in the sessions of its groups, the dropped ones included. What costs nothing is
-    left out.
-    """
-    c = costs.c
-    name = {"session": sessions, "update": groups}.get(by, costs).c[f"{by}_id"]
-    found = sa.select(name, c.currency, sa.func.sum(c.amount)).group_by(name, c.currency).order_by(name, c.currency)
-    if by in ("session", "update"):
-        found = found.join(sessions, c.session_pk == sessions.c.session_pk)
-    if by == "update":
-        group_pk = sa.func.coalesce(groups.c.part_of, groups.c.group_pk)
-        found = found.join(groups, sa.and_(sessions.c.group_pk == group_pk, c.policy_id == groups.c.policy_id))
-    if tenant is not None:
-        of = {"session": sessions.c.tenant, "update": unindexed(c.tenant)}.get(by, c.tenant)
-        found = found.where(of == tenant)
-    if among is not None:
-        found = found.where(is_among(conn.dialect, name, among))
-    shown: dict[Any, dict[str, str]] = {}
-    for of, currency, amount in conn.execute(found):
-        exact = f"{Decimal(int(amount)).scaleb(-COST_DIGITS):f}"
-        shown.setdefault(of, {})[currency] = exact.rstrip("0").rstrip(".")
-    return shown
 
 
 def read_state(conn: sa.Connection, tenant: str) -> State:

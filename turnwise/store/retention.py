@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from turnwise.store import extensions
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.media import sweep_media
@@ -27,7 +28,6 @@ from turnwise.store.schema import (
     NO_TENANT,
     api_keys,
     consent_marks,
-    costs,
     feedback,
     groups,
     idempotency,
@@ -105,7 +105,7 @@ def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
     """
     if (deleted := delete_sessions(conn, SessionFilter(tenant=tenant))).has_more:
         return deleted
-    for table in (groups, token_usage, costs, idempotency, api_keys, consent_marks):
+    for table in (groups, token_usage, idempotency, api_keys, consent_marks, *extensions.tables_of_tenants):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
     num_policies, deleted_versions = delete_policies(conn, tenant)
@@ -287,8 +287,8 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     trained_on = tuple(sorted(versions))
     for table in (session_labels, session_copies, feedback, trained_sessions):
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
-    of_sessions = is_among(conn.dialect, costs.c.session_pk, pks)
-    conn.execute(sa.update(costs).where(of_sessions).values(session_pk=None))
+    for forget in extensions.after_deletion:
+        forget(conn, pks)
     nothing = dict.fromkeys(
         ("group_pk", "group_id", "group_size", "task_id", "user_id", "key_id", "agent", "termination_reason")
     )

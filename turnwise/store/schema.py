@@ -88,7 +88,7 @@ indexes: list[sa.Index] = []
 """All indexes in the order of their creation: of two that serve a query equally well, SQLite takes the last one."""
 
 
-def _index(name: str, *columns: str, where: str | None = None, unique: bool = False) -> sa.Index:
+def index(name: str, *columns: str, where: str | None = None, unique: bool = False) -> sa.Index:
     condition = None if where is None else sa.text(where)
     indexes.append(sa.Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition))
     return indexes[-1]
@@ -102,20 +102,20 @@ sessions = sa.Table(
     sa.Column("num_rewards", sa.Integer, nullable=False),
     *_columns(Session, omit=frozenset({"reward", "trained_in", "labels"})),
     sa.UniqueConstraint("tenant", "session_id"),
-    _index("ix_sessions_group", "tenant", "group_id"),
-    _index("ix_sessions_group_pk", "group_pk"),
-    _index("ix_sessions_task", "tenant", "task_id"),
-    _index("ix_sessions_status", "status", "last_active_at"),
-    _index("ix_sessions_live", "status", "last_active_at", where="group_id IS NULL AND ended_at IS NOT NULL"),
-    _index("ix_sessions_rewarded", "last_active_at", where="status = 'open' AND num_rewards > 0"),
-    _index("ix_sessions_tenant", "tenant", "session_pk"),
-    _index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
-    _index("ix_sessions_created", "created_at"),
-    _index("ix_sessions_split", "split", "session_pk"),
-    _index("ix_sessions_user", "tenant", "user_id", where="user_id IS NOT NULL"),
-    _index("ix_sessions_key", "tenant", "key_id", where="key_id IS NOT NULL"),
+    index("ix_sessions_group", "tenant", "group_id"),
+    index("ix_sessions_group_pk", "group_pk"),
+    index("ix_sessions_task", "tenant", "task_id"),
+    index("ix_sessions_status", "status", "last_active_at"),
+    index("ix_sessions_live", "status", "last_active_at", where="group_id IS NULL AND ended_at IS NOT NULL"),
+    index("ix_sessions_rewarded", "last_active_at", where="status = 'open' AND num_rewards > 0"),
+    index("ix_sessions_tenant", "tenant", "session_pk"),
+    index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
+    index("ix_sessions_created", "created_at"),
+    index("ix_sessions_split", "split", "session_pk"),
+    index("ix_sessions_user", "tenant", "user_id", where="user_id IS NOT NULL"),
+    index("ix_sessions_key", "tenant", "key_id", where="key_id IS NOT NULL"),
     # Few sessions are marked; the others are not indexed.
-    _index("ix_sessions_denied", "tenant", "session_pk", where="train = 0"),
+    index("ix_sessions_denied", "tenant", "session_pk", where="train = 0"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
 
@@ -131,7 +131,7 @@ session_labels = sa.Table(
     ),
     *_columns(Label, key="label"),
     sa.Column("tenant", sa.Text, nullable=False),
-    _index("ix_session_labels_label", "label", "tenant", "session_pk"),
+    index("ix_session_labels_label", "label", "tenant", "session_pk"),
 )
 
 session_copies = sa.Table(
@@ -146,7 +146,7 @@ session_copies = sa.Table(
     sa.Column("source_id", sa.Text, primary_key=True),
     sa.Column("tenant", sa.Text, nullable=False),
     sa.Column("made_by", sa.Text, nullable=False),
-    _index("ix_session_copies_source", "tenant", "source_id"),
+    index("ix_session_copies_source", "tenant", "source_id"),
 )
 """The sessions that hold copies of turns of others: `made_by` is `feedback` for those of demonstrations, and `forked`.
 The source is named by its id, by which it is found again when it comes back from an archive."""
@@ -158,15 +158,15 @@ turns = sa.Table(
     *_columns(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
     sa.UniqueConstraint("session_pk", "seq"),
     # Few calls have a key; turns without one are not indexed.
-    _index("ix_turns_request", "session_pk", "request_key", where="request_key IS NOT NULL", unique=True),
+    index("ix_turns_request", "session_pk", "request_key", where="request_key IS NOT NULL", unique=True),
     # Turns of calls that name their session are not searched by conversation and not indexed.
-    _index("ix_turns_inferred", "inferred_by", "history_digest", where="inferred_by IS NOT NULL"),
+    index("ix_turns_inferred", "inferred_by", "history_digest", where="inferred_by IS NOT NULL"),
     # A handoff changes tools or system message, so its conversation is found by the dialogue alone.
-    _index("ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest", where="inferred_by IS NOT NULL"),
+    index("ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest", where="inferred_by IS NOT NULL"),
     # Calls that did not fail are not indexed by time.
-    _index("ix_turns_failed", "created_at", where="outcome = 'error'"),
+    index("ix_turns_failed", "created_at", where="outcome = 'error'"),
     # Nearly all turns are of their session's own policy.
-    _index("ix_turns_policy", "session_pk", "policy_id", where="policy_id IS NOT NULL"),
+    index("ix_turns_policy", "session_pk", "policy_id", where="policy_id IS NOT NULL"),
 )
 
 media = sa.Table(
@@ -186,7 +186,7 @@ session_media = sa.Table(
     sa.Column("digest", sa.Text, primary_key=True),
     sa.Column("tenant", sa.Text, nullable=False),
     sa.ForeignKeyConstraint(["tenant", "digest"], ["media.tenant", "media.digest"]),
-    _index("ix_session_media_digest", "tenant", "digest"),
+    index("ix_session_media_digest", "tenant", "digest"),
 )
 """Which sessions have an image; with the last of them it is deleted."""
 
@@ -196,7 +196,7 @@ rewards = sa.Table(
     sa.Column("reward_id", Serial, primary_key=True, autoincrement=True),
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
     *_columns(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
-    _index("ix_rewards_session", "session_pk"),
+    index("ix_rewards_session", "session_pk"),
 )
 
 feedback = sa.Table(
@@ -216,7 +216,7 @@ idempotency = sa.Table(
     sa.Column("body_digest", sa.LargeBinary, nullable=False),
     sa.Column("answer", sa.Text, nullable=False),
     sa.Column("created_at", Instant, nullable=False),
-    _index("ix_idempotency_created_at", "created_at"),
+    index("ix_idempotency_created_at", "created_at"),
 )
 """Answers to reward posts with an `Idempotency-Key`, and the sessions of calls with one; a replay gets the same."""
 
@@ -241,15 +241,15 @@ groups = sa.Table(
     sa.Column("reason", sa.Text),
     sa.Column("imported", sa.Integer),
     sa.Column("part_of", sa.Integer),
-    _index("ix_groups_name", "tenant", "group_id", where="part_of IS NULL", unique=True),
-    _index("ix_groups_part", "part_of", "policy_id", where="part_of IS NOT NULL", unique=True),
-    _index("ix_groups_status", "status", "policy_id", "ready_at"),
-    _index("ix_groups_update", "update_id"),
-    _index("ix_groups_tenant", "tenant", "status"),
-    _index("ix_groups_activity", "status", "last_active_at"),
-    _index("ix_groups_finished", "status", "num_finished"),
+    index("ix_groups_name", "tenant", "group_id", where="part_of IS NULL", unique=True),
+    index("ix_groups_part", "part_of", "policy_id", where="part_of IS NOT NULL", unique=True),
+    index("ix_groups_status", "status", "policy_id", "ready_at"),
+    index("ix_groups_update", "update_id"),
+    index("ix_groups_tenant", "tenant", "status"),
+    index("ix_groups_activity", "status", "last_active_at"),
+    index("ix_groups_finished", "status", "num_finished"),
     # Most groups are not imported, and not indexed.
-    _index("ix_groups_imported", "imported", "group_pk", where="imported IS NOT NULL"),
+    index("ix_groups_imported", "imported", "group_pk", where="imported IS NOT NULL"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
 groups of imported sessions, which only SFT and DPO train; null otherwise. `part_of` is null for a group of sessions.
@@ -266,7 +266,7 @@ trained_sessions = sa.Table(
     sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("advantages", sa.Text, nullable=False),
     sa.Column("digest", sa.LargeBinary),
-    _index("ix_trained_sessions_update", "update_id"),
+    index("ix_trained_sessions_update", "update_id"),
 )
 """The sessions that an update trained; `advantages` has the advantage of each trained turn, by turn id."""
 
@@ -282,8 +282,8 @@ policy_versions = sa.Table(
     "policy_versions",
     metadata,
     *_columns(PolicyVersion, key="version"),
-    _index("ix_policy_versions_status", "status", "policy_id"),
-    _index("ix_policy_versions_policy", "policy_id", "version"),
+    index("ix_policy_versions_status", "status", "policy_id"),
+    index("ix_policy_versions_policy", "policy_id", "version"),
 )
 
 leases = sa.Table(
@@ -363,24 +363,6 @@ token_usage = sa.Table(
     sa.Column("num_tokens", sa.BigInteger, nullable=False),
 )
 """Prompt and sampled tokens of each key by UTC day, in days since 1970."""
-
-COST_DIGITS = 10
-costs = sa.Table(
-    "costs",
-    metadata,
-    sa.Column("cost_id", Serial, primary_key=True, autoincrement=True),
-    sa.Column("tenant", sa.Text, nullable=False),
-    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk", ondelete="SET NULL")),
-    sa.Column("key_id", sa.Text, nullable=False),
-    sa.Column("policy_id", sa.Integer, nullable=False),
-    sa.Column("currency", sa.Text, nullable=False),
-    sa.Column("amount", sa.BigInteger, nullable=False),
-    sa.UniqueConstraint("session_pk", "key_id", "policy_id", "currency"),
-    # All that the sums over keys and policies read.
-    _index("ix_costs_key", "tenant", "key_id", "policy_id", "currency", "amount"),
-)
-"""What calls cost, where there are prices. Each call is rounded to `COST_DIGITS` decimal places, of which `amount` is
-the number. A deleted session leaves its costs to its key and policy, without naming it."""
 
 secrets = sa.Table(
     "secrets",

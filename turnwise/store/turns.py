@@ -12,7 +12,6 @@ import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,11 +21,11 @@ from turnwise import chains
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
 from turnwise.sampling import Sampled
-from turnwise.store import rows
+from turnwise.store import extensions, rows
 from turnwise.store.media import NAMED_IMAGE, add_media
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import finish_turn
-from turnwise.store.schema import COST_DIGITS, sessions, turns
+from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import LockedSession, is_session, lock_sessions, session_row
 from turnwise.store.statements import (
     ID_BYTES,
@@ -59,8 +58,6 @@ from turnwise.types import (
 
 SESSION_ENDED = "session_ended"
 TurnRow: TypeAlias = dict[str, Any]
-Charge = tuple[str, int, str, Decimal]
-"""What a call costs: the key, the policy, the currency and the amount."""
 SAMPLED_SESSIONS, SAMPLED_TURNS = 50, 500
 """Sessions and turns that are read to say how calls are sampled."""
 _NEWEST = (turns.c.session_pk.desc(), turns.c.seq.desc())
@@ -80,13 +77,6 @@ _NO_TEXTS: TurnRow = {"messages": "[]", "tools": None, "sampling": "{}", "respon
 _COUNT = (
     "UPDATE sessions SET num_turns = num_turns + {value}, num_chains = num_chains + {value}, "
     "last_active_at = {latest}(last_active_at, {value}) WHERE session_pk = {value}"
-)
-
-
-_CHARGE = (
-    "INSERT INTO costs (tenant, session_pk, key_id, policy_id, currency, amount) "
-    "VALUES ({value}, {value}, {value}, {value}, {value}, {value}) "
-    "ON CONFLICT (session_pk, key_id, policy_id, currency) DO UPDATE SET amount = costs.amount + excluded.amount"
 )
 
 
@@ -369,13 +359,8 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
         latest = "greatest" if conn.dialect.name == "postgresql" else "max"
         count = _COUNT.format(latest=latest, value=mark(conn.dialect))
         execute_many(conn, count, [state.counts() for state in states.values() if state.num_new])
-        charges = [
-            (row["tenant"], row["session_pk"], *charge[:3], int(charge[3].scaleb(COST_DIGITS).to_integral_value()))
-            for row in new_rows
-            if (charge := row.get("charge")) is not None
-        ]
-        if charges:
-            execute_many(conn, _CHARGE.format(value=mark(conn.dialect)), charges)
+        for extend in extensions.after_append:
+            extend(conn, new_rows)
     return added
 
 

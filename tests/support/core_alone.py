@@ -1,0 +1,30 @@
+"""A process in which a proxy without any feature plays calls of one session: `python core_alone.py STORE ENGINE CALLS`.
+
+It prints the modules of features that it has imported, which should be none.
+"""
+
+import json
+import sys
+
+from support.in_process import served
+from support.waiting import wait_until
+
+from proxy.settings import ProxySettings
+
+PACKAGES = ("proxy.features", "turnwise.features", "trainer.features")
+
+
+def play(store: str, engine: str, num_calls: int) -> None:
+    with served(ProxySettings(engine=[engine], database=store)) as http:
+        wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
+        for number in range(num_calls):
+            messages = [{"role": "user", "content": "Hello."}]
+            for turn in http.get("/v1/sessions/s/turns").json().get("data", []):
+                messages += [turn["response"], {"role": "user", "content": "Go on."}]
+            body = {"model": "fake", "messages": messages, "stream": number % 2 == 1, "max_tokens": 20}
+            http.post("/sessions/s/v1/chat/completions", json=body).raise_for_status()
+
+
+if __name__ == "__main__":
+    play(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    print(json.dumps([name for name in sys.modules if name.startswith(PACKAGES)]))

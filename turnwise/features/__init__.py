@@ -1,0 +1,11 @@
+"""What features have in the store, one after another; importing this lets the store call them.
+
+The store knows none of them. A process imports this package at its top, before it opens a database.
+"""
+
+from turnwise.features import prices
+from turnwise.store import extensions
+
+EXTENSIONS: tuple[extensions.Extension, ...] = (prices.EXTENSION,)
+
+extensions.use(EXTENSIONS)

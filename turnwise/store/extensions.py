@@ -1,0 +1,89 @@
+"""What features add to the store: columns of lists, and what follows an append or a deletion.
+
+`turnwise.features` fills these lists from its tuple. The store calls them where its story says so, and knows no
+feature; all of them may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import sqlalchemy as sa
+
+from turnwise.types import Json
+
+ReadColumn: TypeAlias = "Callable[[sa.Connection, str, str | None, Collection[Any] | None], Mapping[Any, Any]]"
+"""Takes the connection, what the rows are (`Column.of`), their tenant or None for all, and the names to read or None
+for all; returns the values by these names."""
+
+
+class Column(NamedTuple):
+    """A field that a feature adds to rows of lists."""
+
+    name: str
+    of: frozenset[str]
+    """What has it: `session`, `key`, `policy` and `update`."""
+    read: ReadColumn
+    empty: Any
+    """The value of a row that `read` returns none for."""
+    kind: Any
+    """Its type in answers."""
+    description: str
+
+
+class Extension(NamedTuple):
+    """One feature's part in the store."""
+
+    after_append: Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None] | None = None
+    """Takes the rows of turns that were just stored; what calls gave with them are further keys of the rows."""
+    after_deletion: Callable[[sa.Connection, Sequence[int]], None] | None = None
+    """Takes the keys of sessions whose turns are to be deleted."""
+    tables_of_tenants: tuple[sa.Table, ...] = ()
+    """Tables whose rows go with their tenant, with a column `tenant`."""
+    columns: tuple[Column, ...] = ()
+
+
+after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
+after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
+tables_of_tenants: list[sa.Table] = []
+columns: list[Column] = []
+
+
+def use(extensions: Iterable[Extension]) -> None:
+    """Let the store call these extensions, in their order, and no others."""
+    found = list(extensions)
+    after_append[:] = [each.after_append for each in found if each.after_append is not None]
+    after_deletion[:] = [each.after_deletion for each in found if each.after_deletion is not None]
+    tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]
+    columns[:] = [column for each in found for column in each.columns]
+
+
+class ColumnValues(NamedTuple):
+    """The values of some columns, by the names of rows."""
+
+    of: list[tuple[Column, Mapping[Any, Any]]]
+
+    def add(self, row: Json, name: Any) -> Json:
+        return row | {column.name: values.get(name, column.empty) for column, values in self.of}
+
+
+def read_columns(
+    conn: sa.Connection,
+    by: str,
+    tenant: str | None,
+    among: Collection[Any] | None = None,
+    *,
+    wanted: Sequence[Column] | None = None,
+) -> ColumnValues:
+    """Return the values that columns have for sessions, keys, policies or updates.
+
+    Args:
+        conn: the connection.
+        by: what the rows are.
+        tenant: whose rows; None for all.
+        among: the rows' names; None for all.
+        wanted: the columns; None for those of all features that have any value.
+    """
+    read = [(each, each.read(conn, by, tenant, among)) for each in wanted or columns if by in each.of]
+    return ColumnValues([(each, values) for each, values in read if values or wanted])
