@@ -79,26 +79,16 @@ def check_startable(settings: TrainerSettings) -> None:
             f"optimizer_state={settings.optimizer_state!r} with weights_dtype={settings.weights_dtype!r}: set them to "
             "'device' and 'float32'"
         )
+    if settings.replicas > 1 and not settings.multi_devices:
+        raise SettingsError(
+            f"replicas={settings.replicas} needs several processes: set multi_devices=true and start with torchrun"
+        )
     if settings.multi_devices and settings.algorithm.needs_values:
         raise SettingsError(NO_SHARDED_CRITIC.format(str(settings.algorithm)))
     try_algorithm(settings.algorithm)
-    check_division(settings)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     for package in settings.recorders:
         check_package(package)
-
-
-def check_division(settings: TrainerSettings) -> None:
-    wanted = {name: getattr(settings, name) for name in ("replicas", "tensor_parallel", "context_parallel")}
-    used = [f"{name}={value}" for name, value in wanted.items() if value > 1]
-    if used and not settings.multi_devices:
-        raise SettingsError(f"{used[0]} needs several processes: set multi_devices=true and start with torchrun")
-    if settings.tensor_parallel > 1 and settings.kind is PolicyKind.LORA:
-        raise SettingsError("tensor_parallel divides whole weights: set kind='full', or tensor_parallel=1 for adapters")
-    if settings.context_parallel > 1 and settings.compile:
-        raise SettingsError("compile=true does not cover context_parallel: set one of them to its default")
-    if settings.context_parallel > 1 and settings.attention == "eager":
-        raise SettingsError("context_parallel needs attention='sdpa' or 'flex_attention', not 'eager'")
 
 
 def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:

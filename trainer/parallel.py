@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from turnwise.errors import SettingsError
 from turnwise.settings import child_environment
@@ -30,16 +31,9 @@ CONTROL_TIMEOUT = timedelta(days=365)
 class World:
     """This process among those that train together."""
 
-    def __init__(self, row_group: int = 1, tensor: int = 1) -> None:
-        """Join the others.
-
-        `row_group` neighbouring processes compute one row together. `tensor` neighbours, all of one row group, divide
-        each layer.
-        """
+    def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self._row_group = row_group if self.size > 1 else 1
-        self.num_averaged = self.size // (tensor if self.size > 1 else 1)
         self.control_group = _group_for("control") if self.size > 1 else None
         """The group of what processes tell each other; None for one process."""
         if self.size > 1:
@@ -71,22 +65,19 @@ class World:
         return _group_for("background") if self.size > 1 else None
 
     def own(self, rows: Sequence[Item], cost: Callable[[Item], float]) -> list[tuple[Item, bool]]:
-        """Return the rows of this process's row group, each with whether it counts.
+        """Return the rows of this process, each with whether it counts.
 
         All processes get as many, since FSDP gathers weights in step: the last ones may compute a row for nothing. The
         rows that are computed at the same time have similar costs, since every process waits for the slowest.
         """
         ordered = list(rows) if self.size == 1 else sorted(rows, key=cost, reverse=True)
-        num_groups, group = self.size // self._row_group, self.rank // self._row_group
-        rounds = -(-len(ordered) // num_groups)
-        places = [index * num_groups + group for index in range(rounds)]
+        places = range(self.rank, -(-len(ordered) // self.size) * self.size, self.size)
         return [(ordered[min(place, len(ordered) - 1)], place < len(ordered)) for place in places]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes; processes that compute one row together count once."""
         if self.size > 1:
             dist.all_reduce(values)
-        return values if self._row_group == 1 else values / self._row_group
+        return values
 
     def max(self, values: Tensor) -> Tensor:
         if self.size > 1:
@@ -134,24 +125,23 @@ def _group_for(_purpose: Literal["control", "background"]) -> Any:
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 
-@functools.cache
-def context_group(tensor: int, context: int) -> Any:
-    """Create the groups of all contexts, in the same order in all processes; return this process's.
+def mesh_of(device: torch.device, axis: str, replicas: int) -> DeviceMesh:
+    """Return the mesh over which FSDP2 shards; `axis` names its dimension of shards, beside one of replicas (HSDP).
 
-    `tensor` neighbours divide each layer. `context` processes compute one row, each of another group of these
-    neighbours.
+    Raises:
+        SettingsError: The processes cannot be divided into as many replicas.
     """
-    own = None
-    for first in range(0, dist.get_world_size(), tensor * context):
-        for column in range(tensor):
-            ranks = [first + column + tensor * place for place in range(context)]
-            group = dist.new_group(ranks)
-            own = group if dist.get_rank() in ranks else own
-    return own
+    size = dist.get_world_size()
+    if size % replicas:
+        raise SettingsError(
+            f"{size} processes cannot be divided by replicas={replicas}: set a divisor of the number of processes"
+        )
+    if replicas == 1:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=(axis,))
+    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replica", axis))
 
 
 def leave_world() -> None:
-    for group in (_group_for, context_group):
-        group.cache_clear()
+    _group_for.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -155,10 +155,6 @@ class TrainerSettings(SelectionRule):
     replicas: int = Field(default=1, ge=1)
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Number of processes that divide each layer of the model. For models that transformers has a plan for."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Number of processes that divide the tokens of each row, for chains that are too long for one GPU."""
     router_replay: bool = True
     """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
     engine with `--enable-return-routed-experts`, for calls that do not stream."""

@@ -56,7 +56,7 @@ def check_fitting(latest: Verdicts, num_trained: int, reasons: Iterable[str], le
     if (most := latest.add([*[False] * num_trained, *[True] * num_large])) is not None:
         raise SettingsError(
             f"{most} do not fit into the device's memory, although activations are "
-            "recomputed and a row holds one chain: use larger devices or more of them (context_parallel), "
+            "recomputed and a row holds one chain: use larger devices or more of them (multi_devices), "
             "weights_dtype='bfloat16', optimizer_state='host', or a lower gpu_memory in [engine], and delete "
             f"{FILE!r} in policies_dir; to train short chains only, set max_chain_tokens"
         )

@@ -78,7 +78,8 @@ def test_an_undeclared_key_is_an_error_from_every_source(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("tensor_parallel", r"it is 'tensor_parallel' of \[trainer\] or 'tensor_parallel' of \[engine\]"),
+        ("dtype", r"it is 'dtype' of \[trainer\] or 'dtype' of \[engine\]"),
+        ("tensor_parallel", r"it is 'tensor_parallel' of \[engine\]"),
         ("max_loras", r"it is 'max_loras' of \[engine\]"),
         ("engine_gpu_memory", r"it is 'gpu_memory' of \[engine\]"),
         ("max_staleness", r"it is 'max_staleness' of \[trainer\]"),

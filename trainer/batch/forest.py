@@ -13,7 +13,7 @@ of a row, B blocks of a row, L tokens of one sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ from torch.nn.attention.flex_attention import BlockMask
 Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.integer[Any]]
 """Tokens as they are compared: ids, and other numbers where two tokens of one id differ."""
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Returns for batch, head, query and key whether the query sees the key."""
 BLOCK = 128
 
 
@@ -166,22 +164,12 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
 
-    places = np.arange(length)
-    return mask_of_blocks(places, places, layout.subtree_end, sees, device)
-
-
-def mask_of_blocks(query: Indices, key: Indices, end: Indices, sees: Rule, device: torch.device) -> BlockMask:
-    """Return the mask of a rule from which key blocks each query block may see some token of, and which it sees whole.
-
-    A query or key is a place in the row; a key of -1 is padding, whose subtree ends at -1.
-    """
-    first_query, last_query = _extremes(query)
-    first_key, last_key = _extremes(key)
-    first_end, last_end = _extremes(end)
-    some = (first_key[None, :] <= last_query[:, None]) & (first_query[:, None] < last_end[None, :])
-    whole = (last_key[None, :] < first_query[:, None]) & (last_query[:, None] < first_end[None, :])
+    first, last = _extremes(np.arange(length))
+    first_end, last_end = _extremes(layout.subtree_end)
+    some = (first[None, :] <= last[:, None]) & (first[:, None] < last_end[None, :])
+    whole = (last[None, :] < first[:, None]) & (last[:, None] < first_end[None, :])
     lists = *_as_lists(some & ~whole, device), *_as_lists(whole, device)
-    return BlockMask.from_kv_blocks(*lists, BLOCK, sees, seq_lengths=(len(query), len(key)))
+    return BlockMask.from_kv_blocks(*lists, BLOCK, sees, seq_lengths=(length, length))
 
 
 def _extremes(values: Indices) -> tuple[Indices, Indices]:

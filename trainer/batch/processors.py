@@ -52,9 +52,6 @@ class RowProcessors:
         """A number of its own for each token with a distribution of its own, 0 for the others. [m]."""
         return torch.from_numpy(np.where(self.turn < 0, 0, np.arange(1, len(self.turn) + 1)))
 
-    def of(self, tokens: Indices) -> RowProcessors:
-        return dataclasses.replace(self, turn=self.turn[tokens], place=self.place[tokens])
-
     def placed(self, which: Tensor, to_device: ToDevice) -> Processing:
         """Return the processing of the distinct predictors.
 

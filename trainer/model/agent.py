@@ -139,8 +139,7 @@ class PolicyAgent:
 
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the policy afresh, unless a saved state replaces its weights; reference and critic where needed."""
-        division = self.policy.division
-        self.world = World(division.row_group, division.tensor)
+        self.world = World()
         self.policy.load(seed, with_weights=with_weights)
         if self._reference is not None:
             self._reference.load(seed)
@@ -273,7 +272,7 @@ class PolicyAgent:
                 if tokens.values is not None:
                     whole = loss + (tokens.weights * self.algorithm.critic_loss(tokens)).sum()
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-                (whole * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
+                (whole * self.world.size).backward()  # type: ignore[no-untyped-call]
             if counts:
                 with torch.no_grad():
                     of_tokens = self.algorithm.gauges(tokens)

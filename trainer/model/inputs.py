@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from trainer.batch.batch import Row
 from trainer.batch.forest import Layout, block_mask, dense_mask
 from trainer.batch.processors import Processing, RowProcessors
-from trainer.model.division import RowPart, Share
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -48,8 +47,6 @@ class RowInputs:
     """What else is applied to the logits of the kept places; None: they are only scaled."""
     routing: Tensor | None = None
     """Experts of each token by layer, -1 where they are not known; None if none is. [N, layers, experts a token]"""
-    share: Share | None = None
-    """Which trained tokens of the row these are; None for all of them."""
     kept: Tensor | None = None
     """Which of the R · C logits are those of the U places; None for one sequence, where all of them are. [U]"""
     images: RowImages | None = None
@@ -74,37 +71,28 @@ def row_inputs(
     processors: RowProcessors | None,
     attention: str,
     device: torch.device,
-    part: RowPart | None = None,
     *,
     shares: bool = True,
 ) -> RowInputs:
     """Return a row's tensors; `temperature` and `target` are those of each trained token, [m].
 
-    The name of the implementation of `attention` decides the kind of mask. `part` is what this process computes of the
-    row; None for all of it. Without `shares` the model cannot compute a forest as one sequence, so nothing is shared in
-    the row.
+    The name of the implementation of `attention` decides the kind of mask. Without `shares` the model cannot compute a
+    forest as one sequence, so nothing is shared in the row.
     """
-    layout, predictor, mask, share = row.layout, row.predictor, None, None
+    layout, predictor, mask = row.layout, row.predictor, None
     lane, column, positions = np.zeros_like(layout.positions), np.arange(len(layout.tokens)), layout.positions
-    is_in_lanes = part is None and not (shares or layout.is_one_sequence)
-    if part is not None:
-        mask, column, positions = part.mask(attention, device), column - part.start, part.padded(positions, 0)
-        own = np.flatnonzero((predictor >= part.start) & (predictor < part.stop))
-        share = Share(on_device(torch.from_numpy(own), device), len(predictor), part.group)
-        predictor, temperature, target = predictor[own], temperature[own], target[own]
-        processors = None if processors is None else processors.of(own)
-    elif is_in_lanes:  # each chain is a sequence of its own
+    is_in_lanes = not (shares or layout.is_one_sequence)
+    if is_in_lanes:  # each chain is a sequence of its own
         column, lane = layout.positions, np.cumsum(layout.positions == 0) - 1
         positions = np.tile(np.arange(column.max() + 1), (lane[-1] + 1, 1))
     elif not layout.is_one_sequence:
         mask = _mask(layout, attention, device)
 
     def placed(values: npt.NDArray[np.int64], fill: int) -> Tensor:
-        if is_in_lanes:
-            grid = np.full((*positions.shape, *values.shape[1:]), fill, np.int64)
-            grid[lane, column] = values
-        else:
-            grid = (values if part is None else part.padded(values, fill))[None]
+        if not is_in_lanes:
+            return on_device(torch.from_numpy(values[None]), device)
+        grid = np.full((*positions.shape, *values.shape[1:]), fill, np.int64)
+        grid[lane, column] = values
         return on_device(torch.from_numpy(grid), device)
 
     # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
@@ -124,7 +112,6 @@ def row_inputs(
         temperature=on_device(distinct[2].float(), device),
         processing=None if processors is None else processors.placed(which, lambda tensor: on_device(tensor, device)),
         routing=None if row.routing is None else placed(row.routing, -1).flatten(0, 1),
-        share=share,
         kept=kept,
     )
 

@@ -22,17 +22,6 @@ from trainer.batch.batch import Row
 from trainer.batch.logprobs import OutputLayer, token_logprobs
 from trainer.batch.processors import RowProcessors
 from trainer.model.adapters import Adapter
-from trainer.model.division import (
-    REPLICA,
-    TENSOR,
-    ContextGroup,
-    Division,
-    check_divisible,
-    divide_layers,
-    part_of,
-    register_attention,
-    spread,
-)
 from trainer.model.inputs import RowInputs, row_inputs
 from trainer.model.loading import (
     allocate,
@@ -54,6 +43,7 @@ from trainer.model.memory import needs_checkpointing
 from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import check_repeatable, measured_alone, why_alone
 from trainer.model.vision import Vision
+from trainer.parallel import mesh_of
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import BadCheckpoint, BatchRefused, SettingsError
@@ -77,10 +67,8 @@ class Policy:
     def __init__(self, spec: TrainerSettings) -> None:
         self.spec = spec
         self.compiled = False
-        self.division = Division(spec.replicas, spec.tensor_parallel, spec.context_parallel)
         self.is_checkpointed = False
         """Whether activations are recomputed in the backward pass. `load` decides, and keeps it once it is so."""
-        self._context: ContextGroup | None = None
         self.mesh_axis: str | None = None
         """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
         self.device = torch.device("cpu")
@@ -166,10 +154,8 @@ class Policy:
             return
         self.why_alone = measured
         if measured is not None:
-            reason = f"attention={self.attention!r} does not keep chains apart: {measured}"
-            if self._context is not None:
-                raise SettingsError(f"context_parallel cannot compute {self.spec.model!r}: {reason}")
-            log.warning("%r: a row holds one chain, because %s", self.spec.model, reason)
+            reason = "%r: a row holds one chain, because attention=%r does not keep chains apart: %s"
+            log.warning(reason, self.spec.model, self.attention, measured)
 
     def _plain_logprobs(self, row: Row, targets: Tensor) -> Tensor:
         with torch.no_grad():
@@ -203,27 +189,19 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
-        self._context = self.division.context_group()
-        known = self.attention
-        if self._context is not None:
-            self.attention = register_attention(self._context, known)
         self.model = self._tuned(empty_model(self.spec, self.attention))
-        if self._context is not None and why_alone(self.config) is not None:
-            raise SettingsError(
-                f"context_parallel needs layers that attend to every earlier token, and {self.spec.model!r} has windows"
-            )
         self._shard(axis)
         allocate(self.model, self.device)
         if not with_weights and self.spec.kind is PolicyKind.FULL:
             return
         torch.manual_seed(seed)
         is_first = torch.distributed.get_rank() == 0
-        weights = load_model(self.spec, known).state_dict() if is_first else {}
+        weights = load_model(self.spec, self.attention).state_dict() if is_first else {}
         self.load_trained_state(weights, from_first=True)
 
     def _tuned(self, model: nn.Module) -> nn.Module:
         self._base = base_of(model)
-        if self.division.tensor == 1 and has_liger(self.device):
+        if has_liger(self.device):
             use_liger(self._base)
         wanted = self.is_checkpointed or self.spec.gradient_checkpointing
         self.is_checkpointed = needs_checkpointing(model, self.device) if wanted is None else wanted
@@ -261,25 +239,17 @@ class Policy:
         """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        division, mesh = self.division, self.division.mesh(self.device, axis)
-        layers = self._layers(self.model)
-        if division.tensor > 1:
-            check_divisible(self.config, division.tensor)
-            divide_layers(self.model, mesh[TENSOR])
-        shards = mesh[axis] if division.replicas == 1 else mesh[REPLICA, axis]
+        mesh = mesh_of(self.device, axis, self.spec.replicas)
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        for layer in layers:
-            fully_shard(layer, mesh=shards, mp_policy=precision)
-        fully_shard(self.model, mesh=shards, mp_policy=precision)
+        for layer in [*self._layers(self.model), self.model]:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
 
     def inputs(
         self, row: Row, temperature: Tensor, target: Tensor, processors: RowProcessors | None = None
     ) -> RowInputs:
         """Return a row's tensors on the device; may be called in a thread while another row is computed."""
-        part, shares = None, self.why_alone is None
-        if self._context is not None:
-            part = part_of(row.layout, self._context, self._operations_of_pair() / (6.0 * self._num_weights))
-        inputs = row_inputs(row, temperature, target, processors, self.attention, self.device, part, shares=shares)
+        shares = self.why_alone is None
+        inputs = row_inputs(row, temperature, target, processors, self.attention, self.device, shares=shares)
         if not row.pictured:
             return inputs
         if self.vision is None:
@@ -303,8 +273,6 @@ class Policy:
         else:
             dtype = self.compute_dtype
             logprobs, entropy = token_logprobs(output.to(dtype), self._head.weight.to(dtype), *of)
-        if inputs.share is not None:
-            logprobs, entropy = spread(logprobs, inputs.share), spread(entropy, inputs.share)
         return logprobs, entropy, output
 
     def hidden(self, inputs: RowInputs) -> Tensor:
