@@ -18,7 +18,7 @@ Shared = tuple[ProxyAndEngine, httpx2.Client]
 
 @pytest.fixture(scope="module")
 def shared(shared_proxy: ProxyAndEngine) -> Iterator[Shared]:
-    with httpx2.Client(base_url=shared_proxy.proxy.url, timeout=60) as http:
+    with httpx2.Client(base_url=shared_proxy.proxy.url) as http:
         yield shared_proxy, http
 
 

@@ -13,8 +13,8 @@ from support.control_plane import metric
 from support.in_process import in_process_proxy
 from support.ports import free_port
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
-from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, running_fake_engine
+from support.waiting import WAIT_SECONDS, wait_until
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, running_fake_engine
 
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Answer
@@ -22,7 +22,6 @@ from turnwise.errors import EngineUnavailable
 from turnwise.processes.supervisor import is_ready
 from turnwise.types import Outcome
 
-DEADLINE_SECONDS = 60.0
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
 
@@ -45,12 +44,12 @@ def test_a_call_that_is_cut_off_by_sigterm_is_stored(fake_engine, start_proxy, s
     """The proxy cuts it off after the drain time and stores the tokens sampled until then; the client gets an error."""
     proxy = start_proxy(fake_engine.url, "--drain-seconds", "0.5")
     fake_engine.calls.clear()  # the calls of the proxy's probe
-    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 500, pace_seconds=0.05)))
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG_STREAM if stream else FaultKind.HANG, after_chunks=5))
     seen = bytearray()
 
     def call() -> None:
         body = {**CHAT, "stream": stream}
-        with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=body, timeout=DEADLINE_SECONDS) as reply:
+        with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=body) as reply:
             for part in reply.iter_bytes():
                 seen.extend(part)
 
@@ -61,8 +60,8 @@ def test_a_call_that_is_cut_off_by_sigterm_is_stored(fake_engine, start_proxy, s
     else:
         wait_until(lambda: fake_engine.calls, "the engine has the call")
     proxy.process.send_signal(signal.SIGTERM)
-    assert proxy.process.wait(DEADLINE_SECONDS) == 0
-    client.join(DEADLINE_SECONDS)
+    assert proxy.process.wait(WAIT_SECONDS) == 0
+    client.join(WAIT_SECONDS)
     assert b"proxy_unavailable" in seen
     assert outcomes(proxy) == [("aborted", "proxy_stopped")]
     assert bool(len(proxy.turns()[0].turn.token_ids)) is stream
@@ -82,7 +81,7 @@ def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_i
 
     def call() -> int:
         wait_until(is_listening, "the proxy listens")
-        return httpx2.post(proxy_url + chat, json={**CHAT, "messages": messages}, timeout=60).status_code
+        return httpx2.post(proxy_url + chat, json={**CHAT, "messages": messages}).status_code
 
     with contextlib.ExitStack() as engine, ThreadPoolExecutor() as threads:
 
@@ -188,13 +187,14 @@ def test_a_truncated_prompt_is_not_repeated_by_a_call_that_asks_for_the_whole_co
 def test_a_reply_of_a_deleted_session_is_not_stored_in_another_one_of_its_name(fake_engine, start_proxy, stream):
     proxy = start_proxy(fake_engine.url)
     fake_engine.calls.clear()
-    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 20, pace_seconds=0.05)))
+    httpx2.post(f"{fake_engine.url}/pause?mode=keep").raise_for_status()
     with ThreadPoolExecutor() as threads:
         body = {**CHAT, "stream": stream}
-        called = threads.submit(httpx2.post, f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60)
+        called = threads.submit(httpx2.post, f"{proxy.session_v1('s')}/chat/completions", json=body)
         wait_until(lambda: fake_engine.calls, "the engine has the call")
         httpx2.delete(f"{proxy.v1}/sessions/s").raise_for_status()
         httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "s"}).raise_for_status()
+        httpx2.post(f"{fake_engine.url}/resume").raise_for_status()
         assert "session 's' was deleted, so this reply is not stored; retry" in called.result().text
         if not stream:
             assert (called.result().status_code, called.result().headers["x-should-retry"]) == (404, "true")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.servers import serving
+from support.waiting import WAIT_SECONDS
 
 from turnwise.commands import certify
 from turnwise.errors import ChildFailed
@@ -51,6 +52,6 @@ def test_the_number_format_is_the_one_that_the_engine_states(bfloat16_engine):
 )
 def test_a_command_that_is_killed_or_late_is_told_from_one_that_fails(tmp_path, monkeypatch, program, error, text):
     monkeypatch.setattr("turnwise.processes.stack.command", lambda *_: [sys.executable, "-c", program])
-    monkeypatch.setattr(certify, "WAIT_SECONDS", 1.0 if error is TimeoutError else 60.0)
+    monkeypatch.setattr(certify, "WAIT_SECONDS", 1.0 if error is TimeoutError else WAIT_SECONDS)
     with pytest.raises(error, match=text):
         certify._command(tmp_path / "trainer.log", "train")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 from support.servers import serving
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from turnwise.commands.output import print_records
@@ -209,7 +210,7 @@ def test_a_package_in_the_place_of_ours_is_named_and_not_run(tmp_path, name, com
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         whole = [sys.executable, "-m", "turnwise", *arguments]
-        return subprocess.run(whole, check=False, capture_output=True, text=True, env=variables, timeout=60)
+        return subprocess.run(whole, check=False, capture_output=True, text=True, env=variables, timeout=WAIT_SECONDS)
 
     done = run(*command.split())
     said = f"'{site}/{name}.py', of the distribution theirs stands in its way"
@@ -235,7 +236,7 @@ def test_a_shell_completes_commands():
         capture_output=True,
         text=True,
         env=os.environ | variables,
-        timeout=60,
+        timeout=WAIT_SECONDS,
         cwd=ROOT,
     )
     assert done.stdout == "plain,policies\n"

@@ -40,7 +40,7 @@ def call(
     messages = [*before, {"role": "user", "content": text}]
     url = proxy.v1 if session is None else proxy.session_v1(session)
     body = {"model": "fake", "messages": messages}
-    replied = httpx2.post(f"{url}/chat/completions", json=body, headers=headers, timeout=60).raise_for_status()
+    replied = httpx2.post(f"{url}/chat/completions", json=body, headers=headers).raise_for_status()
     return [*messages, replied.json()["choices"][0]["message"]]
 
 
@@ -67,7 +67,7 @@ def test_a_call_marks_its_session_which_is_recorded_and_never_trained(proxy, hea
     call(proxy, "s")
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}], "metadata": metadata}
     url = f"{proxy.session_v1('s')}/chat/completions"
-    httpx2.post(url, json=body, headers=headers, timeout=60).raise_for_status()
+    httpx2.post(url, json=body, headers=headers).raise_for_status()
     shown = read(proxy, "sessions/s")
     assert (shown["train"], shown["record"], shown["num_turns"]) == (False, True, 2)
     assert {view.turn.outcome for view in proxy.turns("s")} == {"exact"}
@@ -83,7 +83,7 @@ def test_a_header_that_is_neither_true_nor_false_is_refused_and_such_metadata_is
     )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-train")
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hi."}], "metadata": {"train": "ICE 123"}}
-    httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+    httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
     assert read(proxy, "sessions/s")["train"]
 
 
@@ -122,13 +122,13 @@ def test_nothing_that_is_said_in_a_session_without_a_record_is_stored_and_its_ca
 
 def test_a_response_that_is_not_recorded_cannot_be_continued_by_its_id(proxy):
     body = {"model": "fake", "input": f"Is it {SECRET}?", "metadata": {"record": "false"}}
-    first = httpx2.post(f"{proxy.v1}/responses", json=body, timeout=60).raise_for_status().json()
+    first = httpx2.post(f"{proxy.v1}/responses", json=body).raise_for_status().json()
     follow = {"model": "fake", "input": "And now?", "previous_response_id": first["id"]}
-    refused = httpx2.post(f"{proxy.v1}/responses", json=follow, timeout=60)
+    refused = httpx2.post(f"{proxy.v1}/responses", json=follow)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "previous_response_not_found")
     talk = {"model": "fake", "input": "Hi.", "conversation": "conv_1", "metadata": {"record": "false"}}
-    httpx2.post(f"{proxy.v1}/responses", json=talk, timeout=60).raise_for_status()
-    assert httpx2.post(f"{proxy.v1}/responses", json=talk, timeout=60).status_code == 404
+    httpx2.post(f"{proxy.v1}/responses", json=talk).raise_for_status()
+    assert httpx2.post(f"{proxy.v1}/responses", json=talk).status_code == 404
     assert not is_stored(proxy, SECRET)
 
 

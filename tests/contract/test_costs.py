@@ -4,6 +4,7 @@ Each call here has P prompt tokens, 4 of them cached, and R sampled ones, at 0.3
 """
 
 import json
+import time
 from decimal import Decimal
 
 import httpx2
@@ -47,7 +48,7 @@ def cost_at(proxy, session: str) -> Decimal:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_whole_call_costs_its_prompt_once_and_all_that_was_sampled(priced, n):
-    httpx2.post(f"{priced.session_v1('s')}/chat/completions", json=BODY | {"n": n}, timeout=60).raise_for_status()
+    httpx2.post(f"{priced.session_v1('s')}/chat/completions", json=BODY | {"n": n}).raise_for_status()
     turns = [view.turn for view in priced.turns("s")]
     others = Decimal("1.25") * sum(len(turn.token_ids) for turn in turns[1:])
     assert cost_at(priced, "s") == cost_of(turns[0]) + others / 10**6
@@ -68,7 +69,7 @@ def test_a_whole_call_costs_its_prompt_once_and_all_that_was_sampled(priced, n):
 )
 def test_a_stream_counts_cached_tokens_and_shows_usage_only_to_who_asked(priced, route, body):
     reply = httpx2.post(
-        f"{priced.url}/sessions/s/{route}", json=body if "beta" in route else body | {"stream": True}, timeout=60
+        f"{priced.url}/sessions/s/{route}", json=body if "beta" in route else body | {"stream": True}
     ).raise_for_status()
     [view] = priced.turns("s")
     assert cost_at(priced, "s") == cost_of(view.turn)
@@ -92,7 +93,7 @@ def test_costs_are_shown_by_session_key_policy_and_update_and_stay_with_the_key_
     priced = start_priced()
     for key, session in zip([keys[0], keys[0], keys[1]], "abc", strict=True):
         head = {"authorization": f"Bearer {key['key']}"}
-        httpx2.post(f"{priced.session_v1(session)}/chat/completions", json=BODY, headers=head, timeout=60)
+        httpx2.post(f"{priced.session_v1(session)}/chat/completions", json=BODY, headers=head)
     cost = cost_of(priced.turns("a")[0].turn)
     one, two, three = ({"EUR": f"{number * cost}"} for number in (1, 2, 3))
     database = Database(priced.database_url)
@@ -135,7 +136,7 @@ def test_another_tenant_sees_its_own_costs_of_the_shared_policy_alone(start_pric
         head = {"authorization": f"Bearer {keys[tenant]['key']}"}
         for number in range(calls):
             url = f"{priced.url}/sessions/{number}/v1/chat/completions"
-            httpx2.post(url, json=BODY, headers=head, timeout=60).raise_for_status()
+            httpx2.post(url, json=BODY, headers=head).raise_for_status()
         [policy] = httpx2.get(f"{priced.url}/v1/policies?summary=true", headers=head).json()["policies"]
         assert policy["summary"]["cost"] == {"EUR": f"{calls * cost_of(priced.turns()[0].turn)}"}
 
@@ -159,19 +160,21 @@ def test_the_seconds_of_an_engine_are_divided_among_the_calls_that_run_in_them()
 
 
 def test_the_narrowest_table_prices_a_call_and_engine_seconds_are_added(start_proxy):
-    """A token is sampled each 20 ms, so that the engine's seconds are far more than the pauses around the call."""
+    """A token is sampled each 20 ms; the engine's seconds are no more than the client's."""
     with running_fake_engine(Script(pace_seconds=0.02, model="served")) as engine:
         tables = {"*": {"prompt": 9}, f"engine:{engine.url}": {"prompt": 8}, "model:served": {"engine_second": 3600}}
         proxy = start_proxy(engine.url, "--prices", json.dumps(tables))
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=BODY, timeout=60).raise_for_status()
+        started = time.monotonic()
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=BODY).raise_for_status()
+        seconds = time.monotonic() - started
     [view] = proxy.turns("s")
     [(currency, amount)] = httpx2.get(f"{proxy.url}/v1/sessions/s").json()["cost"].items()
     assert currency == "USD"
-    assert 3600 * 0.02 * (len(view.turn.token_ids) - 1) <= float(amount) <= 3600 * view.turn.duration_seconds + 36
+    assert 3600 * 0.02 * (len(view.turn.token_ids) - 1) <= float(amount) <= 3600 * seconds
 
 
 def test_without_prices_nothing_is_stored_or_shown(proxy):
-    httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=BODY, timeout=60).raise_for_status()
+    httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=BODY).raise_for_status()
     for path in ("sessions/s", "sessions", "keys", "policies?summary=true", "updates"):
         assert "cost" not in httpx2.get(f"{proxy.url}/v1/{path}").text
     assert "cost" not in invoke("sessions", "--database", proxy.database_url).stdout

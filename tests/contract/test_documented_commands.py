@@ -9,6 +9,7 @@ import click
 import pytest
 import yaml
 from support.documented_commands import PAGES, ROOT, blocks
+from support.waiting import WAIT_SECONDS
 
 from turnwise.commands.cli import main
 from turnwise.commands.flags import DESCRIPTIONS
@@ -59,7 +60,9 @@ def _check_compose(words: list[str]) -> None:
 
 @each_block
 def test_a_block_is_valid_shell_syntax(block):
-    done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(
+        ["bash", "-n"], input=block.text, text=True, capture_output=True, timeout=WAIT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ from support.commands import invoke
 from support.migrated import migrated, writing
 from support.proxies import RunningProxy
 from support.servers import serving
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -34,7 +34,7 @@ def proxy(empty_proxy: RunningProxy) -> RunningProxy:
 
 
 def chat(proxy: RunningProxy, **headers: str) -> httpx2.Response:
-    return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers, timeout=60)
+    return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers)
 
 
 def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(proxy):
@@ -83,7 +83,7 @@ def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_addr
     with writing(proxy.database_url) as connection:
         _, secret = keys.create_key(connection, "default", "admin", "me")
     proxy = start_proxy(fake_engine.url, database_url=proxy.database_url)
-    with httpx2.Client(timeout=60) as http:
+    with httpx2.Client() as http:
         assert http.get(f"{proxy.v1}/sessions").status_code == 401
         anonymous = http.get(f"{proxy.url}/readyz")
         assert (anonymous.status_code, anonymous.json()["engines"][0]["url"]) == (200, None)
@@ -163,7 +163,7 @@ def test_clients_reach_the_proxy_over_tls(fake_engine, start_proxy, certificate,
     proxy = start_proxy(fake_engine.url, "--tls-certificate", str(certificate[0]), "--tls-key", str(certificate[1]))
     trusted = ssl.create_default_context(cafile=str(certificate[0]))
     url = proxy.v1.replace("http:", "https:")
-    answer = httpx2.post(f"{url}/chat/completions", json=BODY, verify=trusted, timeout=60)
+    answer = httpx2.post(f"{url}/chat/completions", json=BODY, verify=trusted)
     assert answer.status_code == 200
 
 
@@ -210,7 +210,7 @@ async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_requi
         ({"engine_ca": authority}, False),
         (own, False),
     ):
-        engine = Engine(url, timeout_seconds=5, access=Access(tls=ProxySettings(**settings).engine_tls()))
+        engine = Engine(url, timeout_seconds=WAIT_SECONDS, access=Access(tls=ProxySettings(**settings).engine_tls()))
         if is_served:
             assert await engine.ask("GET", "/health") == {}
         else:
@@ -262,7 +262,7 @@ def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy):
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_parameters")
     few = many[: many.rindex("&")]
-    assert httpx2.post(f"{proxy.v1}/chat/completions{few}", json=BODY, timeout=60).status_code == 200
+    assert httpx2.post(f"{proxy.v1}/chat/completions{few}", json=BODY).status_code == 200
 
 
 @pytest.mark.parametrize(

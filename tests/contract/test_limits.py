@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from support.control_plane import metric
 from support.ledger_samples import finish, make_turn
 from support.migrated import migrated
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Rule, Script, running_fake_engine
-from turnwise_fake_engine.script import Reply
+from turnwise_fake_engine.script import Fault, FaultKind, Reply
 
 from turnwise.store import keys, sessions
 from turnwise.store.database import Database
@@ -38,7 +38,6 @@ FLAGS = {
     "--max-json-string-bytes": "20000",
     "--max-concurrent-calls": "4",
 }
-DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +114,22 @@ def test_headers_that_are_too_long_are_refused(limited):
         assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-def talk(proxy: RunningProxy, pieces: list[bytes], pause: float = 0.0) -> bytes:
+def address_of(proxy: RunningProxy) -> tuple[str, int]:
+    return "127.0.0.1", int(proxy.url.rpartition(":")[2])
+
+
+def talk(proxy: RunningProxy, pieces: Iterable[bytes], pause: float = 0.0) -> bytes:
     received = b""
-    with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=DEADLINE_SECONDS) as peer:
-        for piece in pieces:
-            # After its answer the proxy reads no more, and data sent after that would reset the connection.
-            if select.select([peer], [], [], pause)[0]:
-                break
-            peer.sendall(piece)
-        while data := peer.recv(65536):
-            received += data
+    with socket.create_connection(address_of(proxy), timeout=WAIT_SECONDS) as peer:
+        # After its answer the proxy reads no more, and data that is sent after that resets the connection.
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                if select.select([peer], [], [], pause)[0]:
+                    break
+                peer.sendall(piece)
+        with contextlib.suppress(ConnectionError):
+            while data := peer.recv(65536):
+                received += data
     return received
 
 
@@ -135,13 +140,13 @@ HALF_SENT = {
     "half its headers": [b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-le"],
     "half a body": [b"POST /v1/chat/completions HTTP/1.1\r\n", JSON_HEAD, b'{"model":'],
     "half a body of the control plane": [b"POST /v1/sessions HTTP/1.1\r\n", JSON_HEAD, b"{"],
-    "a body in drops": [b"POST /v1/sessions HTTP/1.1\r\n", JSON_HEAD, *[b" "] * 99],
+    "a body in drops": [b"POST /v1/sessions HTTP/1.1\r\n", JSON_HEAD.replace(b"100", b"90000"), *[b" "] * 80_000],
     "half a second request": [b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\nGET /hea"],
 }
 
 
 def test_a_request_that_never_completes_is_closed(impatient):
-    """After `header_timeout_seconds`, also when single bytes keep arriving."""
+    """After `header_timeout_seconds`, also when single bytes keep arriving: all of them would take hours."""
 
     def closed(pieces: list[bytes]) -> tuple[bytes, float]:
         started = time.monotonic()
@@ -150,7 +155,7 @@ def test_a_request_that_never_completes_is_closed(impatient):
     with ThreadPoolExecutor(len(HALF_SENT)) as clients:
         closings = dict(zip(HALF_SENT, clients.map(closed, HALF_SENT.values()), strict=True))
     for sent, (answer, took) in closings.items():
-        assert WHOLE_SECONDS * 0.9 < took < 15, f"{sent}; the drops take 20 seconds"
+        assert took > WHOLE_SECONDS * 0.9, sent
         assert b"408 Request Timeout" in answer, sent
         assert b'"code":"request_timeout"' in answer, sent
 
@@ -276,7 +281,9 @@ def test_data_that_is_not_http_gets_a_400(limited):
 def test_a_reply_may_take_longer_than_a_request(impatient):
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 20}
     with httpx2.Client(base_url=impatient.proxy.url) as http:
-        reply = http.post("/v1/chat/completions", json=asked)
+        # On a busy machine a request may itself be late, which is refused.
+        replies = iter(lambda: http.post("/v1/chat/completions", json=asked), None)
+        reply = wait_until(lambda: next(each for each in replies if each.status_code != 408), "a request is in time")
     assert reply.status_code == 200
     assert reply.elapsed.total_seconds() > 1.5 * WHOLE_SECONDS  # 20 tokens, 0.1 s each
 
@@ -284,7 +291,8 @@ def test_a_reply_may_take_longer_than_a_request(impatient):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
     session_id = f"left-{stream}"
-    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": stream}
+    asked = {**CHAT, "stream": stream}
+    limited.engine.fail_next(Fault(kind=FaultKind.HANG_STREAM if stream else FaultKind.HANG, after_chunks=4))
 
     async def leave() -> None:
         url = f"{limited.proxy.url}/sessions/{session_id}/v1/chat/completions"
@@ -312,20 +320,21 @@ def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
 @pytest.mark.parametrize("limit", ["--max-concurrent-calls", "--key-max-calls"])
 def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy, limit):
     """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""
-    # A connection with an unfinished body is closed after this time.
-    proxy = start_proxy(fake_engine.url, limit, "1", "--header-timeout-seconds", "3")
-    fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
-    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
+    proxy = start_proxy(fake_engine.url, limit, "1")
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG_STREAM))
+    asked = {**CHAT, "stream": True}
 
     def post_half(**headers: str) -> tuple[int, str]:
         content = {"content-type": "application/json"}
-        return code_of(httpx2.post(f"{proxy.v1}/chat/completions", content=b"{", headers=content | headers, timeout=60))
+        return code_of(httpx2.post(f"{proxy.v1}/chat/completions", content=b"{", headers=content | headers))
 
-    with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=asked, timeout=60) as running:
+    with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=asked) as running:
         lines = running.iter_lines()  # closing it would end the call
         assert next(lines)
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        assert b"429 Too Many Requests" in talk(proxy, [head + b"content-length: 5000000\r\n\r\n"])
+        with socket.create_connection(address_of(proxy), timeout=WAIT_SECONDS) as peer:
+            peer.sendall(head + b"content-length: 5000000\r\n\r\n")
+            assert peer.recv(65536).startswith(b"HTTP/1.1 429 Too Many Requests")
         assert post_half() == (429, "overloaded")
         assert post_half(**{"x-stainless-retry-count": "1"}) == (429, "overloaded")
         assert post_half(**{"idempotency-key": "k"}) == (400, "invalid_json")
@@ -367,13 +376,13 @@ def test_exports_that_are_read_slowly_delay_no_call_and_no_other_tenant_and_hold
 
     def read(tenant: str) -> httpx2.Response:
         headers = {"authorization": f"Bearer {secrets[tenant]}"}
-        return httpx2.get(f"{proxy.v1}/experiences", headers=headers, timeout=DEADLINE_SECONDS)
+        return httpx2.get(f"{proxy.v1}/experiences", headers=headers)
 
     host, port = proxy.url.removeprefix("http://").split(":")
     head = f"GET /v1/experiences HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {secrets['mine']}\r\n\r\n"
     with contextlib.ExitStack() as slow:
         for _ in range(4):
-            client = slow.enter_context(socket.create_connection((host, int(port)), DEADLINE_SECONDS))
+            client = slow.enter_context(socket.create_connection((host, int(port)), WAIT_SECONDS))
             client.sendall(head.encode())
             assert client.recv(12) == b"HTTP/1.1 200"
         refused = read("mine")

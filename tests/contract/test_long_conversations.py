@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 from support.proxies import RunningProxy, assert_served_is_stored
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.types import Outcome
@@ -36,7 +37,7 @@ def test_a_long_conversation_that_grows_and_is_edited_is_exact(start_proxy, stre
 
 def play(proxy: RunningProxy, *, stream: bool) -> None:
     messages = [{"role": "user", "content": TEXT}, *(each for number in range(40) for each in said(number))]
-    with httpx.Client(timeout=60) as http:
+    with httpx.Client(timeout=WAIT_SECONDS) as http:
 
         def ask() -> None:
             body = {"model": "fake", "messages": messages, "stream": stream, "max_tokens": 20}
@@ -65,7 +66,7 @@ QUESTION = {"role": "user", "content": "And then?"}
 def ask(proxy: RunningProxy, messages: list[dict[str, Any]]) -> httpx.Response:
     """Send a conversation; append the reply that was stored."""
     body = {"model": "fake", "messages": messages, "max_tokens": 20}
-    answer = httpx.post(f"{proxy.session_v1('long')}/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{proxy.session_v1('long')}/chat/completions", json=body, timeout=WAIT_SECONDS)
     messages.append({"role": "assistant", "content": proxy.turns("long")[-1].turn.response["content"]})
     return answer
 

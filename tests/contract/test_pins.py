@@ -18,7 +18,7 @@ SAY = {"role": "user", "content": "Hello."}
 def call(proxy, session: str, **sampling) -> dict:
     """Make a call; return the parameters that its turn has."""
     body = {"model": "fake", "messages": [SAY], **sampling}
-    httpx2.post(f"{proxy.session_v1(session)}/chat/completions", json=body, timeout=60).raise_for_status()
+    httpx2.post(f"{proxy.session_v1(session)}/chat/completions", json=body).raise_for_status()
     return proxy.turns(session)[-1].turn.sampling
 
 
@@ -39,9 +39,9 @@ def test_a_call_without_a_session_id_gets_pins_and_is_continued_under_them(start
     pins = {"*": {"temperature": 0.9, "chat_template_kwargs": {"enable_thinking": False}}}
     proxy = start_proxy(fake_engine.url, "--sampling-pins", json.dumps(pins))
     body = {"model": "fake", "messages": [SAY], "temperature": 0}
-    replied = httpx2.post(f"{proxy.v1}/chat/completions", json=body, timeout=60).raise_for_status().json()
+    replied = httpx2.post(f"{proxy.v1}/chat/completions", json=body).raise_for_status().json()
     body["messages"] = [SAY, replied["choices"][0]["message"], SAY]
-    httpx2.post(f"{proxy.v1}/chat/completions", json=body, timeout=60).raise_for_status()
+    httpx2.post(f"{proxy.v1}/chat/completions", json=body).raise_for_status()
     first, second = (view.turn for view in proxy.turns())
     for turn in (first, second):
         assert turn.sampling == pins["*"] | {"asked": {"temperature": 0, "chat_template_kwargs": None}}
@@ -52,11 +52,11 @@ def test_a_call_without_a_session_id_gets_pins_and_is_continued_under_them(start
 def test_a_greedy_call_without_a_session_id_explores_and_its_counted_tokens_do_not(start_proxy, fake_engine):
     proxy = start_proxy(fake_engine.url, "--explore", "1", "--explore-temperature", "0.8")
     body = {"model": "fake", "messages": [SAY], "temperature": 0, "max_tokens": 9}
-    replied = httpx2.post(f"{proxy.v1}/chat/completions", json=body, timeout=60).raise_for_status().json()
+    replied = httpx2.post(f"{proxy.v1}/chat/completions", json=body).raise_for_status().json()
     [view] = proxy.turns()
     assert (view.turn.sampling["temperature"], view.turn.sampling["explored"]) == (0.8, True)
     body["messages"] = [SAY, {"role": "assistant", "content": replied["choices"][0]["message"]["content"]}, SAY]
-    httpx2.post(f"{proxy.v1}/messages/count_tokens", json=body, timeout=60).raise_for_status()
+    httpx2.post(f"{proxy.v1}/messages/count_tokens", json=body).raise_for_status()
     assert "turnwise_explored_total 1.0" in httpx2.get(f"{proxy.url}/metrics").text
 
 

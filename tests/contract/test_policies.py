@@ -47,7 +47,7 @@ class World:
         with self.database.write() as conn:
             _, key = keys.create_key(conn, tenant, role, name, policy=policy)
         headers = {"authorization": f"Bearer {key}"}
-        self.http[name] = httpx2.Client(base_url=self.proxy.url, headers=headers, timeout=60)
+        self.http[name] = httpx2.Client(base_url=self.proxy.url, headers=headers)
         self.served[name] = 0
 
     def add_policy(self, tenant: str, name: str, **fields: Any) -> dict:
@@ -218,7 +218,7 @@ def another_process(world: World, directory: Path) -> Iterator[None]:
     headers = world.http["admin-a"].headers
     with (
         running_proxy(world.engine.url, world.proxy.database_url, directory, *FLAGS) as second,
-        httpx2.Client(base_url=second.url, headers=headers, timeout=60) as world.http["second"],
+        httpx2.Client(base_url=second.url, headers=headers) as world.http["second"],
     ):
         yield
 

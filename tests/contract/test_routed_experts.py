@@ -5,6 +5,7 @@ import io
 import httpx2
 import numpy as np
 from support.proxies import RunningProxy
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.chains import merge_session
@@ -21,7 +22,7 @@ def test_a_chain_has_the_experts_of_all_tokens_but_its_last(start_proxy):
             answer = httpx2.post(
                 f"{proxy.session_v1('s')}/chat/completions",
                 json={"model": "fake", "messages": messages, **wanted},
-                timeout=60,
+                timeout=WAIT_SECONDS,
             )
             [choice] = answer.raise_for_status().json()["choices"]
             assert choice["routed_experts"] is None
@@ -84,4 +85,4 @@ def chat(proxy: RunningProxy) -> str:
 
 
 def ask(proxy: RunningProxy, body: dict) -> dict:
-    return httpx2.post(chat(proxy), json={"model": "fake", **body}, timeout=60).raise_for_status().json()
+    return httpx2.post(chat(proxy), json={"model": "fake", **body}).raise_for_status().json()

@@ -42,7 +42,7 @@ def test_the_stored_ids_are_those_that_could_be_sampled_and_reach_no_client(star
                     ":streamGenerateContent?alt=sse" if stream else ":generateContent"
                 )
                 sent = body
-            shown = httpx2.post(url, json=sent, timeout=60).raise_for_status().text
+            shown = httpx2.post(url, json=sent).raise_for_status().text
             assert FIELD not in shown, dialect
             assert "token_id:" not in shown, dialect
             views = proxy.turns(dialect)
@@ -67,7 +67,7 @@ def test_a_client_gets_the_alternatives_that_it_asked_for_by_their_texts(start_p
     for script in (Script(returns_supports=True), Script()):
         with running_fake_engine(script) as engine:
             proxy, name = start_proxy(engine.url), f"s{script.returns_supports}"
-            text = httpx2.post(f"{proxy.session_v1(name)}/chat/completions", json=asked, timeout=60).text
+            text = httpx2.post(f"{proxy.session_v1(name)}/chat/completions", json=asked).text
             shown.append(entries(text))
             [view] = proxy.turns(name)
             # Texts do not name ids: without the plug-in nothing is known.
@@ -89,7 +89,7 @@ def test_a_token_with_more_possible_ids_than_were_returned_is_stored_as_unknown(
     with running_fake_engine(Script(max_logprobs=10)) as engine:
         proxy = start_proxy(engine.url)
         body = {"model": "fake", "messages": [SAY], "min_p": 0.0001}
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
         [view] = proxy.turns("s")
     assert view.turn.outcome == "exact"
     assert view.turn.support is None
@@ -99,7 +99,7 @@ def test_a_call_that_leaves_nothing_out_asks_for_nothing_and_stores_nothing(star
     with running_fake_engine(Script(returns_supports=True)) as engine:
         proxy = start_proxy(engine.url)
         body = {"model": "fake", "messages": [SAY], "top_p": 1.0, "top_k": -1, "min_p": 0}
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
         [view] = proxy.turns("s")
     assert view.turn.support is None
     assert "vllm_xargs" not in engine.state.calls[-1].body
@@ -109,9 +109,9 @@ def test_the_text_of_a_number_is_the_number_for_the_engine_and_for_what_is_store
     with running_fake_engine(Script(returns_supports=True)) as engine:
         proxy = start_proxy(engine.url)
         body = {"model": "fake", "messages": [SAY], "temperature": "1", "top_k": str(TOP_K)}
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
         [view] = proxy.turns("s")
-        httpx2.post(f"{proxy.url}/v1/sessions/s/end", timeout=60).raise_for_status()
+        httpx2.post(f"{proxy.url}/v1/sessions/s/end").raise_for_status()
     assert (view.turn.sampling["temperature"], view.turn.sampling["top_k"]) == (1.0, TOP_K)
     assert engine.state.calls[-1].body["top_k"] == TOP_K
     assert view.turn.support is not None

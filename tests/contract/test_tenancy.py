@@ -38,7 +38,7 @@ def new_key(database: str, role: str, tenant: str) -> dict:
 class Tenant:
     def __init__(self, proxy: RunningProxy, key: str | None) -> None:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self.http = httpx2.Client(base_url=proxy.url, headers=headers, timeout=60)
+        self.http = httpx2.Client(base_url=proxy.url, headers=headers)
 
     def call(self, session_id: str) -> str:
         return self.http.post(f"/sessions/{session_id}/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]

@@ -18,6 +18,7 @@ from compose.deadline import wait_until
 from compose.play import GROUP_SIZE, NUM_GROUPS, Proxy, play
 from support.ports import free_port
 from support.private_postgres import PrivatePostgres
+from support.waiting import WAIT_SECONDS
 
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import Child, ChildState, Supervisor
@@ -76,7 +77,7 @@ class Processes:
         kind, program, *arguments = service["healthcheck"]["test"]
         assert (kind, program) == ("CMD", "python3")
         argv = [sys.executable, *(self._here(argument) for argument in arguments)]
-        return lambda: subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode == 0
+        return lambda: subprocess.run(argv, capture_output=True, timeout=WAIT_SECONDS, check=False).returncode == 0
 
     def _here(self, text: str) -> str:
         for container_path, local_path in self._places.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.documented_commands import ROOT, Block, blocks
 from support.proxies import running_proxy
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import running_fake_engine
 
 from turnwise.store import keys, versions
@@ -88,7 +89,7 @@ def test_the_client_examples_run(block, site):
         [sys.executable, "-W", "error", "-c", program],
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=WAIT_SECONDS,
         check=False,
         cwd=site.directory,
         env=site.environment,
@@ -126,7 +127,7 @@ def test_the_block_runs(block, site):
         input=text,
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=WAIT_SECONDS,
         check=False,
         cwd=site.directory,
         env=site.environment,

@@ -112,7 +112,7 @@ def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def real(engine: RunningEngine) -> Iterator[httpx2.Client]:
     none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes connections that idle for 5 s
-    with httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as client:
+    with httpx2.Client(base_url=engine.url, trust_env=False, limits=none_kept) as client:
         yield client
 
 
@@ -125,7 +125,7 @@ def fake_running() -> Iterator[RunningFakeEngine]:
 @pytest.fixture
 def fake(fake_running: RunningFakeEngine) -> Iterator[httpx2.Client]:
     fake_running.state.script.rules.clear()
-    with httpx2.Client(base_url=fake_running.url, timeout=60.0, trust_env=False) as client:
+    with httpx2.Client(base_url=fake_running.url, trust_env=False) as client:
         yield client
 
 

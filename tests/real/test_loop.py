@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.browser import running_browser, visit
 from support.running_trainer import GROUP_SIZE, GROUPS, play_group, running_trainer, wait_for_version
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.client import Client
 from turnwise.default_models.trail import make_task
@@ -33,7 +33,7 @@ def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(engine, st
             # Engines get a version before its groups are acknowledged: a kill in between has them trained again.
             wait_until(lambda: list(client.updates()), "the groups are acknowledged")
             os.killpg(trainer.pid, signal.SIGKILL)
-            trainer.wait(60)
+            trainer.wait(WAIT_SECONDS)
         play_group(client, 2)
         play_group(client, 3)
         with running_trainer(proxy, engine.model_dir, tmp_path):
@@ -83,7 +83,7 @@ def test_the_same_agent_runs_against_vllm_itself_and_through_the_proxy(engine, s
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=WAIT_SECONDS,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from support.commands import warm_commands
 from support.ledger_samples import make_turn
 from support.ports import free_port
 from support.proxies import running_proxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.store import keys, sessions, turns
 from turnwise.store.database import Database
@@ -41,7 +41,6 @@ TURN_BYTES = 8_192
 HUGE = "huge"
 HUGE_BYTES = 2**20
 REFUSED_BYTES = 24 * 2**20
-REPLY_SECONDS = 120.0
 
 
 class Neighbour:
@@ -68,11 +67,11 @@ class Neighbour:
         finally:
             self._stop.set()
             for thread in self._threads:
-                thread.join(REPLY_SECONDS)
+                thread.join(WAIT_SECONDS)
 
     def _repeat(self, kind: Callable[[httpx2.Client, int], None], thread: int) -> None:
         number = thread
-        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=REPLY_SECONDS) as http:
+        with httpx2.Client(base_url=self._url, headers=self._headers) as http:
             while not self._stop.is_set():
                 try:
                     kind(http, number)
@@ -162,15 +161,15 @@ def test_a_tenants_storm_neither_delays_nor_loses_another_tenants_calls(database
                 wait_until(
                     lambda: time.monotonic() > started + SECONDS and min(neighbour.counts[kind] for kind in LAST) >= 2,
                     "each request of the other tenant was answered twice",
-                    REPLY_SECONDS,
+                    WAIT_SECONDS,
                 )
                 httpx2.delete(
-                    f"{proxy.v1}/tenant", headers={"authorization": f"Bearer {admin}"}, timeout=REPLY_SECONDS
+                    f"{proxy.v1}/tenant", headers={"authorization": f"Bearer {admin}"}, timeout=WAIT_SECONDS
                 ).raise_for_status()
                 beside = observed.seconds[first:]
         finally:
             crowd.stop()
-            crowd.join(REPLY_SECONDS)
+            crowd.join(WAIT_SECONDS)
         wait_until(lambda: not crowd.is_playing(), "the clients have ended")
     print(f"alone {percentile(alone):.3f} s of {len(alone)}, beside {percentile(beside):.3f} s of {len(beside)}")
     print(dict(neighbour.counts), neighbour.failures[:3])

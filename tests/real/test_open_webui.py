@@ -16,7 +16,7 @@ from support.browser import running_browser
 from support.ports import free_port
 from support.proxies import RunningProxy
 from support.running_trainer import GROUPS, running_trainer, wait_for_version
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.client import Client
 from turnwise.processes.supervisor import is_ready
@@ -24,7 +24,6 @@ from turnwise.processes.supervisor import is_ready
 ROOT = Path(__file__).parents[2]
 OPEN_WEBUI = ROOT / ".adapters" / "openwebui" / "bin" / "open-webui"
 RATINGS = "/api/v1/evaluations/feedbacks/all/export"
-START_SECONDS = 400.0
 NUM_CHATS = 8
 NUM_CLICKED = 2
 """Chats whose thumbs are clicked in a browser; those of the others are posted as the browser does."""
@@ -59,9 +58,9 @@ def running_open_webui(proxy: RunningProxy, directory: Path) -> Iterator[httpx2.
             start_new_session=True,
         )
     try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as people:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}") as people:
             wait_until(
-                lambda: is_ready(str(people.base_url.join("/health"))), f"Open WebUI answers, see {log}", START_SECONDS
+                lambda: is_ready(str(people.base_url.join("/health"))), f"Open WebUI answers, see {log}", WAIT_SECONDS
             )
             person = {"name": "Kim", "email": "kim@example.com", "password": "Of-this-test-1"}
             token = people.post("/api/v1/auths/signup", json=person).raise_for_status().json()["token"]
@@ -121,9 +120,9 @@ def test_a_persons_thumbs_in_open_webui_become_a_served_version(engine, start_pr
         for number, (message_id, chat_id) in enumerate(chats):
             is_good = bool(number % 2)
             if number < NUM_CLICKED:
-                page.goto(str(people.base_url.join(f"/c/{chat_id}")), timeout=START_SECONDS * 1000)
+                page.goto(str(people.base_url.join(f"/c/{chat_id}")), timeout=WAIT_SECONDS * 1000)
                 thumb = f"#message-{message_id} button[aria-label='{'Good' if is_good else 'Bad'} Response']"
-                page.wait_for_selector(thumb, state="attached", timeout=START_SECONDS * 1000)
+                page.wait_for_selector(thumb, state="attached", timeout=WAIT_SECONDS * 1000)
                 page.locator(thumb).dispatch_event("click")
                 wait_until(lambda chat_id=chat_id: chat_id in rated(people), "the thumb is stored")
             else:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".conformance" / "bin" / "python"
@@ -35,7 +36,7 @@ CASES = [(kind, plan) for kind in KINDS for plan in [*PLANS.values(), BREAKING]]
 def compared(shared_proxy):
     program = ROOT / "tests" / "conformance" / "originals.py"
     argv = [PYTHON, program, "compare", shared_proxy.proxy.url, json.dumps(CASES)]
-    answer = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    answer = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return json.loads(answer.stdout.splitlines()[-1])
 

@@ -281,10 +281,10 @@ def answering(answer: dict[str, Any]) -> Callable[[Any], None]:
 def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_of_another_form_is_an_error(window):
     page = window.open("#health")
     page.route("**/readyz", lambda route: route.abort())
-    page.wait_for_selector("#problem:text('The proxy does not answer')", timeout=60_000)
+    page.wait_for_selector("#problem:text('The proxy does not answer')")
     assert page.inner_text("#state") == "no answer"
     page.unroute("**/readyz")
-    page.wait_for_selector("#state .good", timeout=60_000)
+    page.wait_for_selector("#state .good")
     page.wait_for_selector("#problem:empty", state="attached")
     for view, path, answer, said in (
         ("#health", "**/readyz", {"body": "<html>", "content_type": "text/html"}, "text/html, not application/json"),
@@ -293,7 +293,7 @@ def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_
     ):
         page.route(path, answering(answer))
         page.evaluate("hash => { location.hash = hash; }", view)
-        page.wait_for_selector(f"#problem:has-text('{said}')", timeout=60_000)
+        page.wait_for_selector(f"#problem:has-text('{said}')")
         assert page.get_attribute("main", "aria-busy") == "false"
         page.unroute(path)
     assert {line for line in window.console if "ERR_FAILED" not in line} == set()
@@ -303,7 +303,7 @@ def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_
 def test_live_turns_appear_without_a_reload(window, world):
     page = window.open("#sessions")
     call(world, "live-session")
-    page.wait_for_selector("a[title='live-session']", timeout=60_000)
+    page.wait_for_selector("a[title='live-session']")
     page = window.open("#session/live-session")
     assert page.locator(".turn").count() == 1
     assert page.locator(".tree").count() == 0
@@ -314,7 +314,7 @@ def test_live_turns_appear_without_a_reload(window, world):
     assert page.input_value("input[name=note]") == "half a no"
     page = window.open("")
     httpx2.post(f"{world.url}/v1/sessions/live-session/end", json={"reward": 1.0, "termination_reason": "seen-live"})
-    page.wait_for_selector(".sessions li:has(a[title='live-session']):has-text('seen-live')", timeout=60_000)
+    page.wait_for_selector(".sessions li:has(a[title='live-session']):has-text('seen-live')")
 
 
 def test_the_page_shows_when_it_is_not_live_and_asks_for_a_key(window):
@@ -365,7 +365,7 @@ def test_the_page_is_used_by_keyboard(window):
 
 def test_odd_names_and_long_text_are_shown_as_text(window, world):
     long = "x" * 200_000
-    with httpx2.Client(base_url=world.url, timeout=60) as http:
+    with httpx2.Client(base_url=world.url) as http:
         wanted = {"session_id": "odd", "task_id": ODD, "metadata": {"a": ODD}, "group_id": f"{ODD}#1"}
         session = http.post("/v1/sessions", json=wanted).raise_for_status().json()
         http.post("/v1/sessions/odd/end", json={"termination_reason": ODD}).raise_for_status()
@@ -450,5 +450,5 @@ def test_the_health_view_shows_engines_queues_and_the_results_of_the_doctor(wind
     for expected in ("Serving", "Queues", "writes that wait", "Limits", "no budget", "There are no keys"):
         assert expected in text
     page.click("button:text('Examine')")
-    page.wait_for_selector("td:text('reachable, with the tables of this release')", timeout=60_000)
+    page.wait_for_selector("td:text('reachable, with the tables of this release')")
     wait_until(lambda: page.locator(".chart canvas").count() == 3, "there are rates between two samples")

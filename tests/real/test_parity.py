@@ -206,8 +206,8 @@ def proxy_over_real(engine: RunningEngine, tmp_path_factory: pytest.TempPathFact
 def both(engine: RunningEngine, proxy_over_real: RunningProxy) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
     none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes connections that idle for 5 s
     with (
-        httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as straight,
-        httpx2.Client(base_url=proxy_over_real.url, timeout=60.0, trust_env=False) as through,
+        httpx2.Client(base_url=engine.url, trust_env=False, limits=none_kept) as straight,
+        httpx2.Client(base_url=proxy_over_real.url, trust_env=False) as through,
     ):
         yield straight, through
 

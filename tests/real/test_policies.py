@@ -17,8 +17,8 @@ from support.checkpoints import forward_of, write_adapter
 from support.control_plane import ask, publish, wait_for_status
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy
-from support.running_trainer import GROUPS, UPDATE_SECONDS, play_group, running_trainer
-from support.waiting import wait_until
+from support.running_trainer import GROUPS, play_group, running_trainer
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.client import Client
 
@@ -95,7 +95,7 @@ def test_more_policies_than_slots_sample_each_with_its_own_adapter_and_leave_eac
             return (newer + 2, "active") in {(each["version"], each["status"]) for each in client.policies("trained")}
 
         with running_trainer(proxy, crowded.model_dir, tmp_path, "--kind", "lora"):
-            wait_until(serves_second_version, "the trainer's second version is active", UPDATE_SECONDS)
+            wait_until(serves_second_version, "the trainer's second version is active", WAIT_SECONDS)
     assert logprobs(proxy, "p2") == before
     assert logprobs(proxy, "trained") != untrained
 

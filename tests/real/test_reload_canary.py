@@ -15,10 +15,10 @@ from pydantic import PrivateAttr
 from support.control_plane import ask, policy, publish, wait_for_status
 from support.proxies import RunningProxy
 from support.tiny_checkpoints import write_adapter, write_probe, write_weights
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
 
-DONE_SECONDS = 60.0
 SHARE = 0.25
 NUM_AGENTS = 6
 FLAGS = ("--canary-share", str(SHARE), "--canary-min-sessions", "8", "--canary-reward-drop", "0.2")
@@ -84,7 +84,7 @@ class Agents:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(DONE_SECONDS)
+            thread.join(WAIT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -11,12 +11,11 @@ import pytest
 from openai import AsyncOpenAI
 from support.control_plane import metric
 from support.proxies import RunningProxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine.script import Fault, FaultKind, Reply, Rule
 
 from turnwise.types import Outcome
 
-DEADLINE_SECONDS = 60.0
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
 
@@ -25,7 +24,7 @@ def post(
 ) -> httpx2.Response:
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     address = f"{url or proxy.v1}/chat/completions"
-    return httpx2.post(address, json=body, headers=given, timeout=DEADLINE_SECONDS)
+    return httpx2.post(address, json=body, headers=given)
 
 
 def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(fake_engine, start_proxy):
@@ -62,7 +61,7 @@ def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(fake
     wait_until(lambda: metric(proxy, "turnwise_calls_in_flight") == 0, "its place is free")
     fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
     slow = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
-    with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=slow, timeout=60) as running:
+    with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=slow) as running:
         lines = running.iter_lines()  # closing it would end the call
         assert next(lines)
         retried = [post(proxy, url=url, x_stainless_retry_count="1") for _ in range(2)]
@@ -84,7 +83,7 @@ def test_a_key_at_two_proxies_at_once_is_one_turn(fake_engine, start_proxy, stre
     clients = [threading.Thread(target=call, args=(proxy,)) for proxy in (one, other)]
     for client in clients:
         client.start()
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     for client in clients:
         client.join(deadline - time.monotonic())
     (view,) = one.turns()

@@ -57,7 +57,7 @@ def test_each_turn_is_stored_with_the_parameters_that_it_was_sampled_with(start_
         proxy = start_proxy(engine.url)
         for name, given in (("none", {}), ("null", {"temperature": None}), ("own", {"temperature": 0.9})):
             body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}], **given}
-            httpx2.post(f"{proxy.session_v1(name)}/chat/completions", json=body, timeout=60).raise_for_status()
+            httpx2.post(f"{proxy.session_v1(name)}/chat/completions", json=body).raise_for_status()
         stored = {view.turn.session_id: view.turn.sampling["temperature"] for view in proxy.turns()}
         assert stored == {"none": 0.6, "null": 0.6, "own": 0.9}
 
@@ -77,7 +77,7 @@ GRAMMARS = {
 def play_grammars(url_of: Callable[[str], str]) -> None:
     for name, (fields, _) in GRAMMARS.items():
         body = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 24, **fields}
-        httpx2.post(f"{url_of(name)}/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx2.post(f"{url_of(name)}/chat/completions", json=body).raise_for_status()
 
 
 def test_a_grammar_that_the_request_does_not_name_is_stored_with_the_turn(start_proxy):
@@ -93,7 +93,7 @@ def test_a_temperature_that_vllm_raises_is_stored_as_it_was_used(start_proxy):
     with running_fake_engine() as engine:
         proxy = start_proxy(engine.url)
         body = {"messages": [{"role": "user", "content": "Hello."}], "temperature": 0.001}
-        httpx2.post(f"{proxy.session_v1('low')}/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx2.post(f"{proxy.session_v1('low')}/chat/completions", json=body).raise_for_status()
         assert [view.turn.sampling["temperature"] for view in proxy.turns()] == [0.01]
 
 
@@ -107,7 +107,7 @@ def test_a_session_pins_only_what_affects_the_sampling_of_a_reply(start_proxy):
             assert f"{next(iter(refused))} cannot be set for a whole session" in answer.json()["error"]["message"]
         httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "s", "sampling": {"top_k": 7}}).raise_for_status()
         body = {"messages": [{"role": "user", "content": "Hello."}], "top_k": 3}
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
         assert engine.calls[-1].body["top_k"] == 7
         assert [view.turn.sampling["top_k"] for view in proxy.turns("s")] == [7]
 
@@ -124,7 +124,7 @@ def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine,
         ids = [*view.prompt_token_ids.tolist(), *view.turn.token_ids.tolist()]
         positions = list(range(len(view.prompt_token_ids), len(ids)))
         asked = logprobs_request(engine.model, ids, positions, {})
-        reply = httpx2.post(f"{engine.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
+        reply = httpx2.post(f"{engine.url}/v1/completions", json=asked).raise_for_status().json()
         assert read_logprobs(reply, ids, positions) == pytest.approx(view.turn.logprobs.tolist(), abs=1e-3)
 
 

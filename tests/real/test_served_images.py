@@ -59,7 +59,7 @@ def seeing(seeing_engine: RunningEngine, start_proxy: StartProxy) -> RunningProx
 
 def ask(proxy: RunningProxy, messages: list[dict[str, Any]], **fields: Any) -> httpx2.Response:
     body = {"model": "small", "messages": messages, "max_tokens": 8, "seed": 1, **fields}
-    return httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=120)
+    return httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,7 +152,7 @@ def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_com
     def play(number: int) -> None:
         rng = random.Random(number)
         agent = SeeingAgent(seeing, f"f{number}", FORMATS[number % len(FORMATS)], rng)
-        with httpx2.Client(timeout=300, limits=httpx2.Limits(max_keepalive_connections=0)) as http:
+        with httpx2.Client(limits=httpx2.Limits(max_keepalive_connections=0)) as http:
             agent.play(rng.randint(3, 6), http)
             http.post(f"{seeing.v1}/rewards", json={"session_id": f"f{number}", "value": 1}).raise_for_status()
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, write_settings
+from support.waiting import WAIT_SECONDS
 
 PROGRAM = """
 import sys
@@ -46,7 +47,7 @@ def train(directory, model, num_processes, kind, *, num_groups=20, total_batches
     program.write_text(PROGRAM)
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     launcher = [sys.executable, *(several if num_processes > 1 else []), str(program)]
-    done = subprocess.run([*launcher, str(config)], timeout=300, check=False, capture_output=True, text=True)
+    done = subprocess.run([*launcher, str(config)], timeout=WAIT_SECONDS, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (directory / "policies" / "trainer.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "update" in line]

@@ -49,7 +49,7 @@ def run(engine: RunningEngine, start_proxy: StartProxy, *, least_known: float) -
             session = f"s{number}-{stream}"
             for path, body in ROUTES.items():
                 asked = {"model": "small", "n": 2, "max_tokens": 48, "stream": stream, **body, **sampling}
-                answer = httpx2.post(f"{proxy.session_v1(session)}/{path}", json=asked, timeout=300)
+                answer = httpx2.post(f"{proxy.session_v1(session)}/{path}", json=asked)
                 assert FIELD not in answer.raise_for_status().text
                 assert "token_id:" not in answer.text
             views += proxy.turns(session)
@@ -85,7 +85,7 @@ def test_a_call_without_supports_shows_its_own_alternatives_beside_one_with_many
     """In one batch all calls get as many alternatives as the one that wants most."""
     body = {"model": "small", "prompt": ["Kim's boss is"] * 4, "max_tokens": 32, "seed": 0, "logprobs": 3, "n": 2}
     url = f"{engine.url}/v1/completions"
-    with httpx2.Client(timeout=300) as client:
+    with httpx2.Client() as client:
         plain = client.post(url, json=body).json()
         wanted = client.post(url, json={**body, "top_p": 0.95, "vllm_xargs": {FIELD: 512}}).json()
     for reply in (plain, wanted):

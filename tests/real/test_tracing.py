@@ -11,9 +11,8 @@ import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.control_plane import metric
-from support.proxies import STOP_SECONDS
 from support.servers import serving
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Fault, FaultKind
 
 from turnwise.telemetry import tracing
@@ -107,7 +106,7 @@ def test_a_failed_call_is_a_failed_span(fake_engine, start_proxy, collector):
     reply = httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE))
     assert reply.status_code == 500
     proxy.process.terminate()
-    proxy.process.wait(STOP_SECONDS)
+    proxy.process.wait(WAIT_SECONDS)
     spans = collector.of_trace(TRACE, 3)
     assert spans["POST /v1/chat/completions"].status.code == ERROR
 

@@ -14,7 +14,7 @@ import pytest
 from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, write_settings
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.parallel import check_address
 from turnwise.errors import SettingsError
@@ -70,7 +70,9 @@ class Machines:
 
     def kill(self, host: str) -> None:
         """End all processes of a machine; torchrun's have sessions of their own."""
-        found = subprocess.run(["ip", "netns", "pids", host], check=True, capture_output=True, text=True, timeout=30)
+        found = subprocess.run(
+            ["ip", "netns", "pids", host], check=True, capture_output=True, text=True, timeout=WAIT_SECONDS
+        )
         for pid in found.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -97,7 +99,7 @@ class Machines:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=WAIT_SECONDS)
 
 
 @pytest.fixture

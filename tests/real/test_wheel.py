@@ -14,6 +14,7 @@ import pytest
 from support.ports import free_port
 from support.running_trainer import GROUPS, play_group, wait_for_version
 from support.servers import end_group, wait_ready
+from support.waiting import WAIT_SECONDS
 
 from turnwise import __version__
 from turnwise.client import Client
@@ -21,7 +22,6 @@ from turnwise.client import Client
 pytestmark = pytest.mark.slow  # a build, and an engine of its own
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 400.0
 SETTINGS = f"""
 [engine]
 served_model_name = "small"
@@ -52,7 +52,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(environment: Path, *words: str, cwd: Path, **variables: str) -> str:
     """Run a program of the environment to its end, without a path to this checkout, and return what it printed."""
     argv = [str(environment / "bin" / words[0]), *words[1:]]
-    done = subprocess.run(argv, cwd=cwd, env=_variables() | variables, capture_output=True, text=True, timeout=120)  # noqa: PLW1510
+    given = _variables() | variables
+    done = subprocess.run(argv, cwd=cwd, env=given, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -90,7 +91,7 @@ def test_up_serves_the_page_and_trains_a_version_that_the_engine_takes_from_memo
             command, cwd=tmp_path, env=_variables(), stdout=output, stderr=output, start_new_session=True
         )
     try:
-        wait_ready(f"{url}/readyz", process, log, START_SECONDS)
+        wait_ready(f"{url}/readyz", process, log, WAIT_SECONDS)
         assert "<title>Turnwise</title>" in httpx2.get(f"{url}/").text
         for name in ("app.js", "style.css", "vendor/uPlot.iife.min.js"):
             assert httpx2.get(f"{url}/web/{name}").status_code == 200, name
@@ -104,7 +105,7 @@ def test_up_serves_the_page_and_trains_a_version_that_the_engine_takes_from_memo
         verdicts = json.loads(run(environment, "turnwise", "doctor", "--json", cwd=tmp_path))
         assert not [each for each in verdicts if each["verdict"] == "fail"]
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(WAIT_SECONDS) == 0, log.read_text()
     finally:
         end_group(process)
     assert "everything is stopped" in log.read_text()

@@ -13,14 +13,13 @@ from pydantic import PrivateAttr
 from support.commands import run_turnwise
 from support.control_plane import ask, metric, publish, wait_for_status
 from support.proxies import (
-    STOP_SECONDS,
     ProxyAndEngine,
     RunningProxy,
     running_proxy,
     wait_until_gone,
 )
 from support.tiny_checkpoints import write_weights
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Reply, Script, running_fake_engine
 from turnwise_fake_engine.ledger import EngineState
 
@@ -115,7 +114,7 @@ def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_u
         assert_nothing_is_lost_or_doubled(agents, proxy, engine)
         found = proxy.workers()
         proxy.process.terminate()
-        assert proxy.process.wait(STOP_SECONDS) == 0
+        assert proxy.process.wait(WAIT_SECONDS) == 0
         for pid in found:
             wait_until_gone(pid)
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.waiting import WAIT_SECONDS
+
 if TYPE_CHECKING:
     from support.warm_commands import WarmProcess
 
-START_SECONDS = 120.0
 DEATH = 9
 LOADING = "loading"
 """File that an engine which dies late makes when it starts to load the directory."""
@@ -40,7 +41,7 @@ class BreakableEngine:
         process = warm_commands().start(
             self._arguments, module=__name__, log=log, cwd=Path.cwd(), environment=os.environ
         )
-        wait_ready(f"{self.url}/health", process, log, START_SECONDS)
+        wait_ready(f"{self.url}/health", process, log, WAIT_SECONDS)
         return process
 
     def restart(self) -> None:

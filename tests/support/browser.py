@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.proxies import RunningProxy
+from support.waiting import WAIT_SECONDS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
@@ -35,7 +36,7 @@ class Visit:
     def __init__(self, browser: Any, proxy: RunningProxy, **options: Any) -> None:
         self._context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}} | options)
         self.page = self._context.new_page()
-        self.page.set_default_timeout(60_000)
+        self.page.set_default_timeout(WAIT_SECONDS * 1000)
         self.console: list[str] = []
         self._proxy = proxy
         self.page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
@@ -45,9 +46,9 @@ class Visit:
         """Go to a view and wait until it is shown, and until changes are received."""
         self.page.goto("about:blank")
         self.page.goto(f"{self._proxy.url}/{address}")
-        self.page.wait_for_selector("main[aria-busy=false] > *", timeout=60_000)
+        self.page.wait_for_selector("main[aria-busy=false] > *")
         if is_live:
-            self.page.wait_for_selector("#live .good", timeout=60_000)
+            self.page.wait_for_selector("#live .good")
         return self.page
 
     def num_layouts(self) -> int:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from support.waiting import WAIT_SECONDS
 from support.warm_commands import WarmCommands
 
 from turnwise.commands.cli import main
-
-RUN_SECONDS = 120.0
 
 
 def invoke(*arguments: str, **options: Any) -> Result:
@@ -37,7 +36,7 @@ def warm_commands() -> WarmCommands:
 
 
 def run_turnwise(
-    *arguments: str, cwd: Path | None = None, seconds: float = RUN_SECONDS
+    *arguments: str, cwd: Path | None = None, seconds: float = WAIT_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """Run a `turnwise` command to its end, whatever its exit status; it cannot import torch."""
     with tempfile.TemporaryDirectory() as directory:

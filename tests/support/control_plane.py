@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 from support.migrated import writing
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.store import versions
 from turnwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from support.proxies import RunningProxy
-
-CALL_SECONDS = 120.0
 
 
 def ask(
@@ -33,7 +31,7 @@ def ask(
     authorization = {"authorization": f"Bearer {key}"} if key else {}
     sent = {"content-type": "application/json", **authorization, **(headers or {})}
     request = urllib.request.Request(url + path, data, sent)
-    with urllib.request.urlopen(request, timeout=CALL_SECONDS) as response:
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:
         raw = response.read()
     return json.loads(raw) if raw.startswith(b"{") else {}
 
@@ -64,7 +62,7 @@ def versions_of_engines(proxy: RunningProxy) -> dict[str, int]:
 
 
 def metric(proxy: RunningProxy, sample: str, **labels: str) -> float:
-    with urllib.request.urlopen(f"{proxy.url}/metrics", timeout=CALL_SECONDS) as response:
+    with urllib.request.urlopen(f"{proxy.url}/metrics", timeout=WAIT_SECONDS) as response:
         families = text_string_to_metric_families(response.read().decode())
     return sum(
         each.value

@@ -16,12 +16,12 @@ import pytest
 from support.control_plane import ask
 from support.ports import free_port
 from support.servers import end_group, wait_ready
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin
 
-START_SECONDS = 400.0
 STOP_SECONDS = 10.0
 WARM_UP_STEPS = 60
 """Enough for the model to use the tool format sometimes; the demo's model is trained longer."""
@@ -78,7 +78,7 @@ def running_engine(
         )
     try:
         url = f"http://127.0.0.1:{settings.port}"
-        wait_ready(f"{url}/health", process, log, START_SECONDS)
+        wait_ready(f"{url}/health", process, log, WAIT_SECONDS)
         yield RunningEngine(url, "small", model_dir, log, process.pid)
     finally:
         end_group(process, STOP_SECONDS)

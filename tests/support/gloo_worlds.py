@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from support.experience_factory import experience
+from support.waiting import WAIT_SECONDS
 
 from trainer.batch.batch import build
 from trainer.model.agent import PolicyAgent
@@ -24,8 +25,6 @@ from trainer.parallel import leave_world
 from trainer.settings import TrainerSettings
 
 NUM_STEPS = 3
-WORLD_SECONDS = 300.0
-"""A world that takes longer counts as hanging."""
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["support.gloo_worlds", "transformers.models.qwen3.modeling_qwen3"])
 
@@ -33,7 +32,7 @@ _SERVER.set_forkserver_preload(["support.gloo_worlds", "transformers.models.qwen
 class WorldFailed(Exception):
     def __init__(self, errors: dict[int, str], num_hanging: int) -> None:
         super().__init__(
-            f"{num_hanging} processes did not end within {WORLD_SECONDS:g} s; {next(iter(errors.values()), '')}"
+            f"{num_hanging} processes did not end within {WAIT_SECONDS:g} s; {next(iter(errors.values()), '')}"
         )
         self.errors = errors
         """Traceback of each process that raised, by its rank."""
@@ -127,7 +126,7 @@ def run_world(size: int, task: Callable[..., Any], *arguments: Any, **options: A
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + WORLD_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0.0))
         hanging = [process for process in processes if process.is_alive()]

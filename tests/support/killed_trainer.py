@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TRAIN_SECONDS = 180.0
+TRAIN_SECONDS = 600.0
 IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "trainer.main", "alembic.command")
 """What every trainer needs."""
 

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.waiting import WAIT_SECONDS
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "openai_node" / "package.json"
-INSTALL_SECONDS = 180
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +27,7 @@ def node_project() -> Path:
     if not (directory / "node_modules" / "openai" / "package.json").is_file():
         shutil.copy(PACKAGE, directory)
         command = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts"]
-        done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
-        )
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
         if done.returncode != 0:
             pytest.skip(f"OPENAI-NODE IS NOT TESTED: npm could not install it: {done.stderr[-300:]}")
     return directory

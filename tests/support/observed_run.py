@@ -35,7 +35,7 @@ def observe_run(proxy: RunningProxy, engine: RunningFakeEngine, *, num_updates: 
         engine.state.script.rules.append(Rule(contains=question, reply=Reply(text=f"Let me look that up. {answer}")))
     engine.state.script.rules.append(Rule(contains="Thank you", reply=Reply(text="You are welcome. Goodbye!")))
     database = Database(proxy.database_url)
-    with httpx2.Client(base_url=proxy.url, timeout=60) as http:
+    with httpx2.Client(base_url=proxy.url) as http:
         for number in range(1, num_updates + 1):
             for task_id in TASKS:
                 _play_group(http, task_id, number, num_updates)

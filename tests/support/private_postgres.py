@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-
-START_SECONDS = 60
+from support.waiting import WAIT_SECONDS
 
 
 def binary(name: str) -> str | None:
@@ -69,7 +68,7 @@ class PrivatePostgres:
         command += ["-c", "fsync=off", "-c", "max_connections=200", "-c", "autovacuum=off"]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, **self._identity)
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
                 connection = psycopg.connect(self._dsn("postgres"))
@@ -85,14 +84,14 @@ class PrivatePostgres:
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGINT)
-        self._process.wait(START_SECONDS)
+        self._process.wait(WAIT_SECONDS)
         self._process = None
 
     def close(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)  # PostgreSQL's immediate shutdown
             try:
-                self._process.wait(START_SECONDS)
+                self._process.wait(WAIT_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

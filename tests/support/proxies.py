@@ -21,7 +21,7 @@ from support.engines import RunningEngine, load_own_weights
 from support.migrated import migrated
 from support.ports import free_port
 from support.servers import end_group, wait_ready
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from support.warm_commands import WarmProcess
 from support.warm_start import WORKER_NAME, WRITER_NAME
 from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
@@ -34,8 +34,6 @@ from turnwise.store.sessions import list_sessions
 from turnwise.store.turns import TurnView, read_turns
 from turnwise.types import Reward, Session
 
-START_SECONDS = 120.0
-STOP_SECONDS = 60.0
 WRITER = b"proxy.writer.process"
 WORKER = b"proxy.main"
 """Part of the command line that identifies the writing process."""
@@ -91,7 +89,7 @@ class RunningProxy:
         found = wait_until(
             lambda: [pid for pid in children(self.process.pid) if is_writing_process(pid)],
             "the proxy has a writing process",
-            START_SECONDS,
+            WAIT_SECONDS,
         )
         return found[0]
 
@@ -100,7 +98,7 @@ class RunningProxy:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(STOP_SECONDS)
+        self.process.wait(WAIT_SECONDS)
 
 
 def children(pid: int) -> list[int]:
@@ -162,7 +160,7 @@ def running_proxy(
     arguments = ("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
     process = warm_commands().start(arguments, log=log, cwd=directory, environment=environment)
     try:
-        wait_ready(f"{url}/readyz", process, log, START_SECONDS)
+        wait_ready(f"{url}/readyz", process, log, WAIT_SECONDS)
         yield RunningProxy(url, database_url, log, process)
     finally:
         end_group(process)

@@ -16,7 +16,7 @@ def ask(text):
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": text}]}).encode()
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 """
 """The head of every agent: `ask` makes one model call."""

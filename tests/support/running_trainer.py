@@ -10,6 +10,7 @@ from typing import Unpack
 import pytest
 from support.proxies import RunningProxy
 from support.servers import end_group
+from support.waiting import WAIT_SECONDS
 
 from turnwise.client import Client
 from turnwise.client.wire import SessionFields
@@ -17,7 +18,6 @@ from turnwise.processes.stack import command
 
 GROUPS = 2
 GROUP_SIZE = 4
-UPDATE_SECONDS = 120.0
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def play_group(client: Client, number: int, **fields: Unpack[SessionFields]) -> 
 
 
 def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
-    deadline = time.monotonic() + UPDATE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         for policy in client.policies():
             assert policy["status"] != "failed", policy

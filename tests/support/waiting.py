@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 600.0
+"""Deadline of what must happen: no machine is so busy that it takes as long. What never happens ends here."""
 POLL_SECONDS = 0.02
 
 Found = TypeVar("Found")

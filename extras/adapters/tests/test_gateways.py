@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 from support.proxies import RunningProxy, running_proxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Script, running_fake_engine, tokens
 
 from turnwise.client import Client
@@ -50,12 +50,12 @@ def gateway(module: str, proxy: RunningProxy) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WAIT_SECONDS)
 
 
 def play(python: Path, program: str, url: str) -> dict:
     client = [str(python), str(Path(__file__).parent / "parts" / program), url]
-    done = subprocess.run(client, env={}, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(client, env={}, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -118,7 +118,7 @@ def test_rewards_of_agent_lightnings_emitter_are_those_of_the_session_and_of_the
     program = str(Path(__file__).parent / "parts" / "agent_lightning_agent.py")
     command = [str(python_of("agentlightning")), program, proxy.url, "s"]
     done = subprocess.run(
-        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90, check=False
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     with Client(proxy.url) as client:

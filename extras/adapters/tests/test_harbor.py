@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.proxies import running_proxy
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.client import Client
@@ -46,7 +47,7 @@ def test_a_job_is_a_group_of_sessions_with_the_verifiers_reward(tmp_path: Path) 
         places = f"{ROOT}{os.pathsep}{Path(__file__).parent / 'parts'}"
         environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": places, "DO_NOT_TRACK": "1"}
         done = subprocess.run(
-            list(map(str, command)), env=environment, capture_output=True, text=True, timeout=140, check=False
+            list(map(str, command)), env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         with Client(proxy.url) as client:

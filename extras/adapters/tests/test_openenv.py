@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 from support.proxies import running_proxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.client import Client
@@ -54,7 +54,7 @@ def test_an_environments_rewards_are_those_of_the_steps(tmp_path: Path) -> None:
             command += ["--call", "turnwise_adapters.openenv:play"]
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(
-                command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+                command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
             )
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
             with Client(proxy.url) as client:
@@ -62,7 +62,7 @@ def test_an_environments_rewards_are_those_of_the_steps(tmp_path: Path) -> None:
                 experiences = list(client.experiences(session_id=sessions[0]["session_id"]))
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(WAIT_SECONDS)
     assert [(each["task_id"], each["status"], each["num_turns"]) for each in sessions] == [("adds", "ended", 2)] * 2
     assert len({each["group_id"] for each in sessions}) == 1
     # The first answer is wrong and the second right.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.proxies import running_proxy
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.client import Client
@@ -39,14 +40,16 @@ def test_a_run_is_a_group_of_sessions_with_the_environments_rewards(tmp_path: Pa
             env=environment,
             capture_output=True,
             text=True,
-            timeout=140,
+            timeout=WAIT_SECONDS,
             check=False,
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         (traces,) = tmp_path.rglob("traces.jsonl")
         adapter = [sys.executable, "-m", "turnwise_adapters.verifiers", str(traces), "--proxy", proxy.url]
-        counts = json.loads(subprocess.run(adapter, capture_output=True, text=True, timeout=60, check=True).stdout)
+        counts = json.loads(
+            subprocess.run(adapter, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True).stdout
+        )
         with Client(proxy.url) as client:
             sessions = sorted(client.sessions(), key=lambda session: session["run"])
     assert counts == {"sessions": 2, "traces_without_calls": 0, "traces_without_rewards": 0}

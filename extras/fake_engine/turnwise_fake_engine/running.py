@@ -18,7 +18,7 @@ from turnwise_fake_engine.script import Fault, Rule, Script
 from turnwise_fake_engine.server import create_app
 from turnwise_fake_engine.tokens import write_tokenizer
 
-START_SECONDS = 60.0
+START_SECONDS = 600.0
 STOP_SECONDS = 5.0
 
 

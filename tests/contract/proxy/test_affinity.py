@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 import uvicorn
 import uvloop
+from support.waiting import WAIT_SECONDS
 from uvicorn.server import ServerState
 
 from proxy.http.connections import LimitedHttp
@@ -116,7 +117,7 @@ async def hand_over_while_stopping(http: aiohttp.ClientSession, url: str, worker
     stopping = workers[1].affinity
     asyncio.get_running_loop().remove_reader(stopping._socket.fileno())  # it is busy
     waiting = asyncio.create_task(ask(http, url, owned_by(1), b"{}"))
-    await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
+    await asyncio.wait_for(workers[0].has_handed_over.wait(), WAIT_SECONDS)
     stopping.close()
     return waiting
 

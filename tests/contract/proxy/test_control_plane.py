@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from support.in_process import in_process_proxy
 from support.ledger_samples import update_record
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from proxy.routes.rewards import read_lines
 from proxy.services import MAX_SEARCHES
@@ -185,7 +185,7 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
     def stalling(self: Path, **kwargs: bool) -> bool:
         if self == stalled:
             stopped.add(threading.current_thread().name)
-            released.wait(60)
+            released.wait(WAIT_SECONDS)
         return is_dir(self, **kwargs)
 
     monkeypatch.setattr(Path, "is_dir", stalling)
@@ -243,7 +243,7 @@ def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypat
         if not contents.is_empty:
             with lock:
                 going, longest = going + 1, max(longest, going + 1)
-            assert are_enough.wait(60)
+            assert are_enough.wait(WAIT_SECONDS)
             with lock:
                 going -= 1
         return plain(connection, wanted, contents, **page)
@@ -254,7 +254,7 @@ def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypat
         wait_until(lambda: longest == MAX_SEARCHES, "the searches that have a place run")
         assert http.get("/v1/sessions").status_code == 200
         are_enough.set()
-        assert {each.result(60).status_code for each in searches} == {200}
+        assert {each.result(WAIT_SECONDS).status_code for each in searches} == {200}
     assert longest == MAX_SEARCHES
 
 

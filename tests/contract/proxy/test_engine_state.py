@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.in_process import in_process_proxy
 from support.ports import free_port
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Fault, FaultKind, running_fake_engine
 from turnwise_fake_engine.tokens import write_tokenizer
 
@@ -55,18 +56,18 @@ async def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_
 
 def make_pool(wait_seconds: float, url: str = "http://a"):
     metrics = Metrics()
-    pool = EnginePool([url], metrics, NO_STORE, timeout_seconds=60, wait_seconds=wait_seconds)
+    pool = EnginePool([url], metrics, NO_STORE, timeout_seconds=WAIT_SECONDS, wait_seconds=wait_seconds)
     return pool, lambda: metrics.registry.get_sample_value("turnwise_engine_up", {"engine": url})
 
 
 async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
-    pool, _ = make_pool(60.0)
+    pool, _ = make_pool(WAIT_SECONDS)
     waiting = asyncio.ensure_future(pool.admit(SESSION))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not waiting.done()
     pool.engines[0].change(EngineState.READY)
-    lane = await asyncio.wait_for(waiting, 60)
+    lane = await asyncio.wait_for(waiting, WAIT_SECONDS)
     assert lane.engine is pool.engines[0]
     pool.release(lane)
 
@@ -74,21 +75,21 @@ async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
 async def test_a_call_fails_once_no_engine_came_back_in_time():
     pool, _ = make_pool(0.1)
     with pytest.raises(EngineUnavailable, match="none of the 1 engines is ready"):
-        await asyncio.wait_for(pool.admit(SESSION), 60)
+        await asyncio.wait_for(pool.admit(SESSION), WAIT_SECONDS)
 
 
 async def test_a_call_does_not_wait_for_an_unsuitable_engine():
     pool, _ = make_pool(600.0)
     pool.engines[0].change(EngineState.UNSUITABLE)
     with pytest.raises(EngineUnavailable):
-        await asyncio.wait_for(pool.admit(SESSION), 60)
+        await asyncio.wait_for(pool.admit(SESSION), WAIT_SECONDS)
 
 
 async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_row_do(monkeypatch):
     """A listener that accepts and never answers simulates an engine whose event loop is busy."""
     monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
     async with SilentServer() as url:
-        engine = Engine(url, timeout_seconds=5)
+        engine = Engine(url, timeout_seconds=WAIT_SECONDS)
         engine.change(EngineState.READY)
         for _ in range(MAX_FAILED_CHECKS - 1):
             await engine.check_health()
@@ -117,10 +118,10 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
                 began.set()
 
     server, began = await asyncio.start_server(serve, "127.0.0.1", 0), asyncio.Event()
-    engine = Engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=60)
+    engine = Engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=WAIT_SECONDS)
     engine.change(EngineState.READY)
     reading = asyncio.create_task(read(engine))
-    await asyncio.wait_for(began.wait(), 60)
+    await asyncio.wait_for(began.wait(), WAIT_SECONDS)
     for _ in range(MAX_FAILED_CHECKS):
         await engine.check_health()
     reading.cancel()
@@ -132,7 +133,7 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
 async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     async with SilentServer() as url:
         pass
-    engine = Engine(url, timeout_seconds=5)
+    engine = Engine(url, timeout_seconds=WAIT_SECONDS)
     engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
@@ -151,7 +152,7 @@ async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engi
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
     with pytest.raises(EngineUnavailable, match="has not answered"):
-        await asyncio.wait_for(call, 60)
+        await asyncio.wait_for(call, WAIT_SECONDS)
     await engine.close()
 
 
@@ -182,7 +183,7 @@ async def test_a_server_that_is_no_engine_is_named_with_what_to_do(content):
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    engine = Engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=5)
+    engine = Engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_seconds=WAIT_SECONDS)
     with pytest.raises(EngineUnavailable, match=r"answers GET /v1/models with .*; name the address of a vLLM server"):
         await engine.fetch_models()
     await engine.close()
@@ -198,7 +199,7 @@ def test_user_and_password_of_an_engine_appear_in_no_address():
 async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_the_engines_return():
     """It takes the engine out at once, so that later calls wait too; no byte of the call was sent."""
     port = free_port()
-    pool, _ = make_pool(30.0, f"http://127.0.0.1:{port}")
+    pool, _ = make_pool(WAIT_SECONDS, f"http://127.0.0.1:{port}")
     engine = pool.engines[0]
     engine.change(EngineState.READY)
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
@@ -206,7 +207,7 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
         await asyncio.sleep(0.01)
     with running_fake_engine(port=port):
         engine.change(EngineState.READY)
-        with await asyncio.wait_for(call, 60) as answer:
+        with await asyncio.wait_for(call, WAIT_SECONDS) as answer:
             assert answer.status == 200
             await answer.read()
         await engine.close()
@@ -215,11 +216,11 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
 async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_and_leaves_the_engine_serving():
     """The engine was taken out, and all calls waited for it."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    pool, _ = make_pool(60.0, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    pool, _ = make_pool(WAIT_SECONDS, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     engine = pool.engines[0]
     engine.change(EngineState.READY)
     with no_free_files(), pytest.raises(EngineUnavailable, match="Too many open files"):
-        await asyncio.wait_for(engine.post("/v1/chat/completions", b"{}", {}), 30)
+        await asyncio.wait_for(engine.post("/v1/chat/completions", b"{}", {}), WAIT_SECONDS)
     assert engine.state is EngineState.READY
     await pool.close()
     server.close()
@@ -228,11 +229,11 @@ async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_a
 async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_serves():
     metrics = Metrics()
     urls = [f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1"]
-    pool = EnginePool(urls, metrics, NO_STORE, timeout_seconds=60, wait_seconds=60)
+    pool = EnginePool(urls, metrics, NO_STORE, timeout_seconds=WAIT_SECONDS, wait_seconds=WAIT_SECONDS)
     for engine in pool.engines:
         engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
-        await asyncio.wait_for(pool.engines[0].post("/v1/chat/completions", chat_body(), {}), 20)
+        await asyncio.wait_for(pool.engines[0].post("/v1/chat/completions", chat_body(), {}), WAIT_SECONDS)
     assert pool.serving == [pool.engines[1]]
     await pool.close()
 

@@ -11,7 +11,7 @@ import pytest
 from support.ledger_samples import add_session, finish
 from support.migrated import migrated, writing
 from support.proxies import RunningProxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from proxy import readings
 from proxy.metrics import Metrics
@@ -33,7 +33,7 @@ async def listening(hub: Events, tenant: str) -> AsyncIterator[AsyncIterator[Eve
                 yield event
 
     changes = hub.changes(tenant, asyncio.get_running_loop().create_future())
-    async with contextlib.aclosing(changes), asyncio.timeout(60.0):
+    async with contextlib.aclosing(changes), asyncio.timeout(WAIT_SECONDS):
         assert await anext(changes) == []
         yield events_of(changes)
 
@@ -107,7 +107,7 @@ class Stream:
     def _receive(self) -> None:
         with (
             contextlib.suppress(httpx2.TransportError),
-            httpx2.stream("GET", self._url, headers=self._headers, timeout=60) as reply,
+            httpx2.stream("GET", self._url, headers=self._headers) as reply,
         ):
             self.lines += [f"{reply.status_code} {reply.headers['content-type']}"]
             for line in reply.iter_lines():
@@ -139,9 +139,9 @@ def test_a_stream_has_live_turns_and_ends_when_the_server_stops(fake_engine, sta
         revoked = Stream(proxy, other["key"])
         http.post(f"/v1/keys/{other['key_id']}/revoke").raise_for_status()
         http.post("/sessions/secret/v1/chat/completions", json=chat).raise_for_status()
-        assert revoked.is_over.wait(60)
+        assert revoked.is_over.wait(WAIT_SECONDS)
         assert "secret" not in str(revoked.lines)
     proxy.process.terminate()
     # The time to drain is for model calls; a stream does not use it.
-    proxy.process.wait(120)
-    assert stream.is_over.wait(60)
+    proxy.process.wait(WAIT_SECONDS)
+    assert stream.is_over.wait(WAIT_SECONDS)

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import uvloop
+from support.waiting import WAIT_SECONDS
 
 from proxy.engines.http_client import BUFFERED_BYTES, Disconnected, HttpClient
 
@@ -43,11 +44,12 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(script, *, path="", user="", silence_seconds=30.0):
+async def serving(script, *, path="", user="", silence_seconds=WAIT_SECONDS):
     server = Server(script)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    client = HttpClient(f"http://{user}127.0.0.1:{port}{path}", connect_seconds=5, silence_seconds=silence_seconds)
+    url = f"http://{user}127.0.0.1:{port}{path}"
+    client = HttpClient(url, connect_seconds=WAIT_SECONDS, silence_seconds=silence_seconds)
     try:
         yield server, client
     finally:
@@ -103,8 +105,9 @@ async def test_a_request_is_sent_with_exactly_these_headers():
     assert body == b"body"
 
 
-async def test_a_kept_connection_that_the_server_closes_is_replaced():
+async def test_a_kept_connection_that_the_server_closes_is_replaced(monkeypatch):
     """The server closes it as if it had idled too long."""
+    monkeypatch.setattr("proxy.engines.http_client.STALE_SECONDS", WAIT_SECONDS)
     async with serving(answering_once_then()) as (server, client):
         assert [await post(client), await post(client)] == [(200, b"ok")] * 2
     assert server.num_connections == 2
@@ -123,7 +126,7 @@ async def test_no_request_follows_another_whose_body_is_still_unsent():
         writer.write(OK)
         await done.wait()
 
-    async with serving(script, silence_seconds=2.0) as (server, client):
+    async with serving(script) as (server, client):
         for body in (b"x" * 2**26, b"body"):
             with await client.request("POST", "/", body) as answer:
                 assert await answer.read() == b"ok"
@@ -160,7 +163,7 @@ async def test_a_read_from_a_silent_server_times_out():
     async with serving(script, silence_seconds=0.2) as (server, client):
         with pytest.raises(Disconnected, match=r"sent nothing for 0\.2 s"):
             await post(client)
-        await asyncio.wait_for(server.has_lost.wait(), 60)
+        await asyncio.wait_for(server.has_lost.wait(), WAIT_SECONDS)
 
 
 def pass_time(client: HttpClient, seconds: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.in_process import in_process_proxy
+from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
 from proxy.calls import relay
@@ -79,7 +80,7 @@ async def test_a_call_with_the_same_body_does_not_wait_for_a_call_whose_client_i
     """It is another rollout of the same prompt."""
     retries = retries_of(10_000)
     await begun(retries, asked())
-    assert await asyncio.wait_for(answer_of(retries, asked()), 5) is None
+    assert await asyncio.wait_for(answer_of(retries, asked()), WAIT_SECONDS) is None
 
 
 async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.servers import serving
+from support.waiting import WAIT_SECONDS
 
 from turnwise.rewards.judge import Judge
 from turnwise.rewards.posting import Poster
@@ -126,7 +127,7 @@ async def test_a_warm_worker_answers_each_call_whatever_its_function_does(tmp_pa
     names = ("session_id", "base_url", "api_key", "model", "directory", "split")
     run = dict.fromkeys(names, "x") | {"run": 0, "environment": {}}
     asked = "".join(json.dumps({"id": number, "task": {}, "run": run}) + "\n" for number in (1, 2))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         ready, *answers = (await process.communicate(asked.encode()))[0].splitlines()
     assert json.loads(ready) == {"ready": True}
     assert [json.loads(answer) for answer in answers] == [{"id": 1, **expected}, {"id": 2, **expected}]

@@ -14,6 +14,7 @@ import pytest
 import sqlalchemy as sa
 from support.full_disk import no_file_over
 from support.ledger_samples import add_session
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import overview, schema, sessions
@@ -23,7 +24,6 @@ from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 SECOND = datetime.timedelta(seconds=1)
-SILENT_SECONDS = 10.0
 
 
 @pytest.mark.parametrize("url", ["mysql://x/y", "no url", "sqlite://", "sqlite:///:memory:"])
@@ -79,14 +79,16 @@ def test_a_lock_that_is_held_too_long_is_unavailable(database, database_url):
 
 
 def test_a_writer_that_is_always_at_work_leaves_others_their_turn(tmp_path):
-    """It holds SQLite's lock for 50 of 51 ms, as a proxy under load does. A wait of 1 s meets 19 of its pauses."""
+    """It holds SQLite's lock for 50 of 51 ms, as a proxy under load does: SQLite's own waits would miss most pauses."""
     url = f"sqlite:///{tmp_path}/x.db"
-    busy, other = (Database(url, lock_timeout_seconds=seconds) for seconds in (30, 1))
+    busy, other = (Database(url, lock_timeout_seconds=WAIT_SECONDS) for _ in range(2))
     busy.upgrade()
-    is_over, held = threading.Event(), threading.Event()
+    is_over, held, num_pauses = threading.Event(), threading.Event(), 0
 
     def work() -> None:
+        nonlocal num_pauses
         while not is_over.wait(0.001):
+            num_pauses += 1
             with busy.write():
                 held.set()
                 is_over.wait(0.05)
@@ -94,9 +96,10 @@ def test_a_writer_that_is_always_at_work_leaves_others_their_turn(tmp_path):
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert held.wait(30)
+        assert held.wait(WAIT_SECONDS)
         for number in range(8):
             add_session(other, f"s{number}")
+        assert num_pauses < 8 * 40
     finally:
         is_over.set()
         thread.join()
@@ -241,7 +244,7 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     tokens: list[int | None] = []
 
     def acquire(owner: str) -> None:
-        barrier.wait(60)
+        barrier.wait(WAIT_SECONDS)
         with database.write() as connection:
             tokens.append(acquire_lease(connection, "reload", owner, 60))
 
@@ -249,7 +252,7 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_SECONDS)
     assert sorted(tokens, key=str) == [1, None, None, None]
 
 
@@ -264,7 +267,7 @@ def test_a_connection_that_was_given_up_is_closed(silent_server):
                 pass
             accepted, _ = silent_server.accept()
             with accepted:
-                accepted.settimeout(SILENT_SECONDS)
+                accepted.settimeout(WAIT_SECONDS)
                 while accepted.recv(1024):
                     pass  # the client's first message; then the connection must end
     finally:
@@ -277,16 +280,16 @@ async def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from
 
     def wait_for_an_answer(_: object) -> None:
         asked.set()
-        assert answers.wait(SILENT_SECONDS)
+        assert answers.wait(WAIT_SECONDS)
 
     database = Database(database_url, pool_size=1)
     try:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         first = asyncio.create_task(database.fetch(wait_for_an_answer))
-        assert await asyncio.wait_for(asyncio.to_thread(asked.wait, SILENT_SECONDS), SILENT_SECONDS)
+        assert await asyncio.wait_for(asyncio.to_thread(asked.wait, WAIT_SECONDS), WAIT_SECONDS)
         monkeypatch.setattr("turnwise.store.database.QUEUE_SECONDS", 0.0)
         second = asyncio.create_task(database.fetch(overview.count_rows))
-        await asyncio.wait_for(asyncio.to_thread(answers.set), SILENT_SECONDS)
+        await asyncio.wait_for(asyncio.to_thread(answers.set), WAIT_SECONDS)
         await first
         with pytest.raises(StoreUnavailable, match="busy with other reads"):
             await second
@@ -298,5 +301,5 @@ async def test_reads_that_wait_for_a_silent_database_end_and_take_no_thread_from
 @pytest.fixture
 def silent_server() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.settimeout(SILENT_SECONDS)
+        listening.settimeout(WAIT_SECONDS)
         yield listening

@@ -9,6 +9,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import SchemaMismatch
 from turnwise.store import schema
@@ -43,7 +44,7 @@ def test_processes_that_upgrade_at_once_take_turns(empty_database_url):
         subprocess.Popen([sys.executable, "-c", program, empty_database_url], cwd=root, stderr=subprocess.PIPE)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[1].decode() for process in processes]
+    outputs = [process.communicate(timeout=WAIT_SECONDS)[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     database = Database(empty_database_url)
     database.check_schema()

@@ -9,7 +9,7 @@ from support.algorithms import algorithm
 from support.ledger_samples import add_finished, add_session, finish, groups_by_status, make_turn, update_record
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from proxy.routes.summaries import training_note
 from trainer.algorithms.algorithm import select
@@ -27,7 +27,6 @@ from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, Reward, Role, Split
 
-PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
 NOW = RunProgress(num_batches=1)
 """A run that is not at its first batch, which waits shorter."""
@@ -155,7 +154,7 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
     with ledger.write():
         acking.start()
         wait_until(lambda: "the database is not available, trying again" in caplog.text, "the trainer has tried")
-    acking.join(timeout=PATIENCE_SECONDS)
+    acking.join(timeout=WAIT_SECONDS)
     assert groups_by_status(ledger) == {"trained": 1}
     source.close()
 
@@ -181,17 +180,17 @@ def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
 def test_the_reason_of_the_trainers_wait_is_stored(database):
     """One group of four is ready: the report has this number and the time at which the batch starts in any case."""
     add_finished(database, "s")
-    source = source_for(database, groups_per_batch=4, wait_seconds=60.0)
+    source = source_for(database, groups_per_batch=4, wait_seconds=7200.0)
     waiting = threading.Thread(target=source.next, args=(NOW,))
     waiting.start()
     try:
         wait_until(lambda: statuses(database), "the trainer has reported")
         (reported,) = statuses(database)
         assert reported.text == "waiting: 1 of 4 groups are ready"
-        assert 30 < (reported.starts_at - reported.reported_at).total_seconds() <= 60
+        assert 3600 < (reported.starts_at - reported.reported_at).total_seconds() <= 7200
     finally:
         source.stop()
-        waiting.join(timeout=PATIENCE_SECONDS)
+        waiting.join(timeout=WAIT_SECONDS)
 
 
 def test_a_refilled_batch_is_reported_as_trained_again(database):
@@ -201,7 +200,7 @@ def test_a_refilled_batch_is_reported_as_trained_again(database):
     source = source_for(database, groups_per_batch=1)
     batch = source.next(NOW)
     assert statuses(database)[0].text == "training on 1 single sessions"
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + WAIT_SECONDS
     batch = source.refill(batch, 1, NOW, until)
     assert statuses(database)[0].text == "training on 2 single sessions"
     assert source.refill(batch, 1, NOW, time.monotonic() + 0.01) is None
@@ -248,7 +247,7 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
         assert statuses(database)[0].state.value == "running"
     finally:
         source.stop()
-        waiting.join(timeout=PATIENCE_SECONDS)
+        waiting.join(timeout=WAIT_SECONDS)
         source.close()
 
 

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import openai
 import pytest
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import InvalidRequest
 from turnwise.workflows.trinity import (
@@ -320,7 +321,7 @@ def test_the_runner_numbers_runs_and_fills_in_the_rest(proxy, model, kind, mode)
 
 def test_a_synchronous_run_does_not_block_an_asynchronous_runner(model):
     """Two runs meet at a barrier inside their synchronous `run`: one that blocked the event loop would wait alone."""
-    meeting = threading.Barrier(2, timeout=60)
+    meeting = threading.Barrier(2, timeout=WAIT_SECONDS)
 
     class Meeting(Stepped):
         def run(self):

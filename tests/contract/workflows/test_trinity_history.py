@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 from support.waiting import wait_until
-from turnwise_fake_engine import Reply, Rule, ToolCall, tokens
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, ToolCall, tokens
 
 from turnwise.workflows import StepWiseRewardWorkflow, Task
 from turnwise.workflows.trinity import ModelWrapper
@@ -177,7 +177,8 @@ def test_a_stream_that_is_closed_early_is_kept_as_aborted(model, proxy, fake_eng
 
     Its sampled tokens are in the ledger, with its outcome.
     """
-    fake_engine.answer(Rule(reply=Reply(text=LONG, pace_seconds=0.05)))
+    fake_engine.answer(Rule(reply=Reply(text=LONG)))
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG_STREAM, after_chunks=5))
     with ask(model.get_openai_client(), stream=True) as stream:
         for _ in range(4):
             next(stream)

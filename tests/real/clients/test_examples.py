@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DOCUMENTED_URL = "http://127.0.0.1:8100"
 MODEL = "gpt-4.1-mini"
-RUN_SECONDS = 120
 
 CALL = ToolCall(name="get_weather", arguments={"city": "Oslo"})
 TOOL_SAID = "It rains in Oslo, at 7 degrees."
@@ -76,7 +76,7 @@ def run(command: list[str], directory: Path, base_url: str | None) -> str:
     if base_url is not None:
         environment["OPENAI_BASE_URL"] = base_url
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

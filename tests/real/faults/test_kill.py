@@ -20,11 +20,11 @@ from support.control_plane import metric, publish
 from support.ports import free_port
 from support.proxies import RunningProxy, running_proxy, wait_until_gone
 from support.tiny_checkpoints import write_weights
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from proxy.fault import POINTS
 
-DIES_SECONDS = 120.0
 WRITERS = 2
 """Number of writing processes that are killed under one proxy."""
 KILLED_AT = [point for point in POINTS if point != "weights_received"]
@@ -72,7 +72,7 @@ def test_a_kill_at_any_point_of_a_call_loses_and_duplicates_no_turn(
                 agents.go()
                 if point == "mid_reload":
                     publish(proxy, write_weights(tmp_path / f"v{life}"), version=life)
-                assert proxy.process.wait(DIES_SECONDS) == -signal.SIGKILL
+                assert proxy.process.wait(WAIT_SECONDS) == -signal.SIGKILL
                 wait_until_gone(writer)
                 agents.hold()
         with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
@@ -108,7 +108,7 @@ def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number)
         agents.wait_for(8)
         writer = proxy.writing_process()
         proxy.process.send_signal(number)
-        proxy.process.wait(DIES_SECONDS)
+        proxy.process.wait(WAIT_SECONDS)
         wait_until_gone(writer)
     assert "Traceback" not in proxy.log.read_text()
 

@@ -17,11 +17,10 @@ from support.control_plane import ask, policy, publish, versions_of_engines, wai
 from support.ports import free_port
 from support.proxies import RunningProxy, StartProxy
 from support.tiny_checkpoints import write_weights
-from support.waiting import assert_stays, wait_until
+from support.waiting import WAIT_SECONDS, assert_stays, wait_until
 
 from turnwise.types import Outcome
 
-DONE_SECONDS = 120.0
 NUM_SESSIONS = 24
 
 
@@ -64,7 +63,7 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> tuple[in
         {"content-type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -138,7 +137,7 @@ def test_calls_in_flight_to_an_engine_that_dies_fail_with_an_error_and_later_cal
         running = [executor.submit(call, proxy, f"doomed-{number}", text) for number in range(NUM_SESSIONS)]
         wait_until(lambda: ask(engines[0].url, "/fake/calls")["num_calls"] >= 3, "the first engine has calls")
         engines[0].kill()
-        replies = [future.result(DONE_SECONDS) for future in running]
+        replies = [future.result(WAIT_SECONDS) for future in running]
     refused = [body for status, body in replies if status == 503]
     assert {status for status, _ in replies} == {200, 503}
     assert all("engine_unavailable" in body and "retry" in body for body in refused)

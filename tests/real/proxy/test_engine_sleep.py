@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pytest
 import pytest_asyncio
 from support.reload_stage import Process, Stage, running_stage
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script
 
 from trainer.publish.weight_server import WeightServer
@@ -41,15 +42,15 @@ class Trainer:
     def _compute(self) -> None:
         with self.server.engines_asleep():
             self.computes.set()
-            self._may_end.wait(60)
+            self._may_end.wait(WAIT_SECONDS)
 
     def end(self) -> None:
         self._may_end.set()
-        self._thread.join(60)
+        self._thread.join(WAIT_SECONDS)
 
 
 async def follow_until_computing(process: Process, trainer: Trainer) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         while not trainer.computes.is_set():
             await process.follow()
             await asyncio.sleep(0.01)

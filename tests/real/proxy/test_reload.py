@@ -10,6 +10,7 @@ import pytest
 from support.ports import free_port
 from support.reload_stage import Stage
 from support.tiny_checkpoints import write_probe
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import running_fake_engine
 
 from proxy.engines.engine import LOADING, EngineState
@@ -33,7 +34,7 @@ async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds
     monkeypatch.setattr("proxy.reload.driver.base_version", read)
     monkeypatch.setattr("proxy.reload.driver.OWN_MODEL_SECONDS", 0.01)
     try:
-        async with asyncio.timeout(120), stage.process() as process:
+        async with asyncio.timeout(WAIT_SECONDS), stage.process() as process:
             assert process.versions == [None, None]
             assert all("have been read for" in engine.problem for engine in process.pool.engines)
             answers.set()
@@ -60,7 +61,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
         return opened(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", open_with_errors)
-    async with stage.process(canary_share=share) as process, asyncio.timeout(60):
+    async with stage.process(canary_share=share) as process, asyncio.timeout(WAIT_SECONDS):
         await process.serve(1)
         stage.publish(2)
         while stage.statuses()[1] == "published":
@@ -81,11 +82,11 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
     answers, is_dir = threading.Event(), Path.is_dir
 
     def stalling(self: Path, **kwargs: bool) -> bool:
-        return is_dir(self, **kwargs) if self.name != "v0" or answers.wait(60) else False
+        return is_dir(self, **kwargs) if self.name != "v0" or answers.wait(WAIT_SECONDS) else False
 
     monkeypatch.setattr(Path, "is_dir", stalling)
     try:
-        async with stage.process() as process, asyncio.timeout(60):
+        async with stage.process() as process, asyncio.timeout(WAIT_SECONDS):
             assert process.versions == [0, 0]
             await process.serve(1)
             assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
@@ -104,7 +105,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(stag
         return left[0] < 0
 
     monkeypatch.setattr("turnwise_fake_engine.control.has_weights", has_weights)
-    async with stage.process() as process, asyncio.timeout(60):
+    async with stage.process() as process, asyncio.timeout(WAIT_SECONDS):
         stage.publish(1)
         while stage.statuses() == ["published"]:
             await process.follow()

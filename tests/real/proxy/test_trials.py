@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from support.ledger_samples import make_turn
 from support.reload_stage import Process, Stage
+from support.waiting import WAIT_SECONDS
 
 from proxy.engines.engine import EngineState
 from proxy.reload.verdict import lift
@@ -219,7 +220,7 @@ async def test_no_worker_serves_a_trial_that_another_has_ended(stage, is_good):
 
 async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage):
     """At the other worker a call runs on the engine of the trial, so the load waits until the call has ended."""
-    async with two_workers(stage, PolicyKind.FULL) as (driver, other), asyncio.timeout(60):
+    async with two_workers(stage, PolicyKind.FULL) as (driver, other), asyncio.timeout(WAIT_SECONDS):
         _, before = await driver.open_sessions("before")
         reserved = other.pool.engines[1]
         on_it = next(session for session in before if other.pool.lane(session).engine is reserved)

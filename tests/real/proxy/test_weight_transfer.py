@@ -13,6 +13,7 @@ import torch
 from support import dying_weights
 from support.dying_weights import weights
 from support.reload_stage import Stage, running_stage
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script
 
 from proxy.engines.engine import EngineState
@@ -199,7 +200,7 @@ async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_s
         with dying_trainer(stage, moment) as sender:
             stage.publish(2) if has_directory else publish_unwritten(stage, 2)
             await process.follow()
-            assert sender.wait(60) == -signal.SIGKILL
+            assert sender.wait(WAIT_SECONDS) == -signal.SIGKILL
         served = 2 if has_directory else 1
         assert process.versions == [served, served]
         assert [loads[-1] for loads in stage.loads] == [f"v{served}"] * 2

@@ -12,13 +12,11 @@ import pytest
 from support.commands import run_turnwise
 from support.proxies import RunningProxy
 from support.rollout_agents import write_program
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Reply, Rule
 
 from turnwise.client import Client
 from turnwise.processes.stack import command
-
-DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def start(directory: Path, proxy: RunningProxy, *arguments: str) -> subprocess.P
 
 def finished(directory: Path, proxy: RunningProxy, *arguments: str) -> tuple[int, dict[str, object], str]:
     """Run `turnwise reward` to its end; return its exit status, its counts and its output."""
-    done = run_turnwise("reward", "--url", proxy.url, "--json", *arguments, cwd=directory, seconds=DEADLINE_SECONDS)
+    done = run_turnwise("reward", "--url", proxy.url, "--json", *arguments, cwd=directory, seconds=WAIT_SECONDS)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
@@ -149,7 +147,7 @@ def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward
     play(client, "s0", "a")
     arguments = ("--source", "python", "--function", "mine:grade")
     argv = [sys.executable, "-c", KILLED_AT, point, "reward", "--url", proxy.url, *arguments]
-    killed = subprocess.run(argv, check=False, cwd=tmp_path, capture_output=True, timeout=DEADLINE_SECONDS)
+    killed = subprocess.run(argv, check=False, cwd=tmp_path, capture_output=True, timeout=WAIT_SECONDS)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert client.session("s0")["reward"] == (1.0 if point == "after the post" else None)
     assert finished(tmp_path, proxy, *arguments)[0] == 0
@@ -228,7 +226,7 @@ def test_watch_rewards_later_sessions_and_a_kill_neither_loses_nor_duplicates_a_
     play(client, "s2", "a")
     wait_for_reward(client, "s2")
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=DEADLINE_SECONDS)
+    process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0
     state = (tmp_path / "runs/reward-command-reward.jsonl").read_text()
     assert {json.loads(line)["session_id"] for line in state.splitlines()} - {"s0"} == {"s1", "s2"}

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from support.conversations import conversation_of
+from support.waiting import WAIT_SECONDS
 
 from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import tool_call_ids
@@ -186,7 +187,7 @@ class Waiting(Canned):
         self.loop_ran = threading.Event()
 
     def next_ids(self, *args, **options):
-        assert self.loop_ran.wait(60)
+        assert self.loop_ran.wait(WAIT_SECONDS)
         return super().next_ids(*args, **options)
 
 
@@ -212,7 +213,7 @@ async def test_many_long_messages_leave_the_threads_that_read_the_store_free():
     long = {"role": "user", "content": "long " * 10_000}
     plans = [asyncio.ensure_future(planned(template, [USER, said("A"), long])) for _ in range(40)]
     await asyncio.sleep(0)
-    await asyncio.wait_for(asyncio.to_thread(template.loop_ran.set), 60)
+    await asyncio.wait_for(asyncio.to_thread(template.loop_ran.set), WAIT_SECONDS)
     assert {len(plan.between) for plan in await asyncio.gather(*plans)} == {2}
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
 from proxy.limits.calls import Bodies, Bucket, Limits
@@ -103,7 +104,7 @@ async def test_requests_and_tokens_per_minute_are_limited_and_the_error_has_the_
 
 async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
     """One slot; `greedy` queues three calls before `modest` queues one, which is served second."""
-    limits = make_limits(max_concurrent_calls=1, queue_seconds=20)
+    limits = make_limits(max_concurrent_calls=1, queue_seconds=WAIT_SECONDS)
     admission = await limits.admit(caller("first"))
     served: list[str] = []
 
@@ -118,7 +119,7 @@ async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
     waiting.append(asyncio.ensure_future(call("modest")))
     await asyncio.sleep(0)
     limits.leave(admission, 0)
-    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    await asyncio.wait_for(asyncio.gather(*waiting), WAIT_SECONDS)
     assert served == ["greedy", "modest", "greedy", "greedy"]
     assert limits._everybody.num_calls == 0
 
@@ -128,19 +129,19 @@ async def test_a_call_that_times_out_or_whose_client_disconnects_leaves_the_queu
     admission = await limits.admit(caller("a"))
     with pytest.raises(Overloaded, match=r"after 0\.05 s in the queue"):
         await limits.admit(caller("b"))
-    limits._queue_seconds = 20.0
+    limits._queue_seconds = WAIT_SECONDS
     left = asyncio.ensure_future(limits.admit(caller("c")))
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
     assert not limits._queues
     limits.leave(admission, 0)
-    await asyncio.wait_for(limits.admit(caller("d")), 5)
+    await asyncio.wait_for(limits.admit(caller("d")), WAIT_SECONDS)
 
 
 async def test_a_call_that_waits_for_its_rate_limit_is_admitted_when_the_bucket_has_refilled():
-    limits = make_limits(key_requests_per_minute=1200, queue_seconds=20)
-    async with asyncio.timeout(60):
+    limits = make_limits(key_requests_per_minute=1200, queue_seconds=WAIT_SECONDS)
+    async with asyncio.timeout(WAIT_SECONDS):
         for _ in range(1210):  # ten more than the bucket holds
             limits.leave(await limits.admit(caller("a")), 0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import WAIT_SECONDS
 
 from proxy.settings import ProxySettings
 from proxy.workers.parent import _Worker, _Workers
@@ -105,6 +106,6 @@ async def test_a_starting_worker_applies_the_changes_since_its_start():
         peers = Peers(worker)
         await peers.connect(apply)
         parent.sendall(sent[-5:])
-        await asyncio.wait_for(is_last.wait(), 60)
+        await asyncio.wait_for(is_last.wait(), WAIT_SECONDS)
         peers.close()
     assert applied == [LOADED.change, KeysChanged()]

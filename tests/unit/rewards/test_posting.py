@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, GraderFailed, ProxyUnavailable
 from turnwise.rewards.grader import Grade
@@ -122,7 +123,7 @@ class ProxyThatGoesDown:
 async def test_after_an_outage_no_further_session_is_decided_on_and_those_begun_are_finished(tmp_path):
     """Each further session would be judged, with paid calls, and wait for all attempts to post."""
     proxy = ProxyThatGoesDown()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         with pytest.raises(ProxyUnavailable):
             await poster_for(tmp_path, proxy, [], parallel=2).run()
     assert (proxy.asked, proxy.posted) == (["s0", "s1"], ["s1"])
@@ -173,6 +174,6 @@ async def test_a_grader_that_raises_any_exception_fails_at_once_with_its_cause(m
     """A thread that ends without a result would look like a function that hangs."""
     monkeypatch.setattr("turnwise.rewards.sources.load_function", lambda _: function)
     source = PythonSource(RewardSettings(source="python", function="mine:grade"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         with pytest.raises(GraderFailed, match=f"^mine:grade failed: {cause}"):
             await source.decide([{}])

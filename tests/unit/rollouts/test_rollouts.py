@@ -157,7 +157,7 @@ async def test_groups_wait_until_the_trainer_has_used_earlier_ones(num_refills, 
             admitted += not stopping.is_set()
 
     async def admits(expected: int) -> bool:
-        for _ in range(3000):
+        for _ in range(60_000):
             if admitted >= expected:
                 break
             await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
 from turnwise.store import claims, notices, retention, rows, schema, sessions, turns, updates, versions
@@ -279,10 +280,10 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database, 
     claimed: list[str] = []
 
     def train(worker: int) -> None:
-        own = Database(database_url, pool_size=1, lock_timeout_seconds=30)
-        barrier.wait(60)
+        own = Database(database_url, pool_size=1, lock_timeout_seconds=WAIT_SECONDS)
+        barrier.wait(WAIT_SECONDS)
         number = worker * 100
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_SECONDS
         # PostgreSQL skips rows that another trainer has locked, so an empty answer is not the end.
         while len(claimed) < len(names):
             assert time.monotonic() < deadline, f"only {len(claimed)} groups were trained"
@@ -294,7 +295,7 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database, 
         own.close()
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(train, range(4), timeout=90))
+        list(pool.map(train, range(4), timeout=WAIT_SECONDS))
     assert sorted(claimed) == sorted(names)
     assert {row.status for row in group_rows(database).values()} == {"trained"}
     assert {row.fencing_token for row in group_rows(database).values()} == {1}

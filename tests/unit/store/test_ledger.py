@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from support.ledger_samples import add_finished, add_session, finish, groups_by_status, make_turn
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import (
@@ -171,7 +172,7 @@ def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database):
                 append_turns(connection, batch)
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(append, range(4), timeout=60))
+        list(pool.map(append, range(4), timeout=WAIT_SECONDS))
     with database.read() as connection:
         for session_id in ("a", "b"):
             index, _ = conversations.unknown_turns(connection, "default", session_id, first=0, known=())

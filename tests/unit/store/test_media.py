@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
-from support.waiting import assert_stays
+from support.waiting import WAIT_SECONDS, assert_stays
 
 from turnwise import chains
 from turnwise.commands.export import _sessions
@@ -128,7 +128,7 @@ def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled)
             assert media.sweep_media(connection, first)
             sa.event.listen(connection, "before_cursor_execute", show)
             assert media.sweep_media(connection, last)
-        appended[0].result(timeout=60)
+        appended[0].result(WAIT_SECONDS)
     with filled.read() as connection:
         assert media.read_media(connection, "default", [DIGEST], session_id="late")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, groups_by_status
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict
 from turnwise.store import schema, sessions
@@ -102,7 +103,7 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
     names = [f"s{number}" for number in range(12)]
 
     def open_all(worker: int) -> int:
-        barrier.wait(60)
+        barrier.wait(WAIT_SECONDS)
         order = names if worker % 2 else names[::-1]
         with database.write() as connection:
             wanted = [Session(session_id=name) for name in order]
@@ -110,7 +111,7 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
         return sum(created for _, created in opened)
 
     with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(open_all, range(4), timeout=60)) == len(names) + 1
+        assert sum(pool.map(open_all, range(4), timeout=WAIT_SECONDS)) == len(names) + 1
     with database.read() as connection:
         groups = {row.group_id: row.num_sessions for row in connection.execute(schema.groups.select())}
     assert groups == dict.fromkeys([*names, "g"], 1)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.ledger_samples import add_finished, add_session, finish, groups_by_status, update_record
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims import claims as pacing
 from trainer.claims.claims import Claims, Look, Rewind, Wait, describe_wait, why_held
@@ -178,7 +178,7 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
         waits = "version 0 is pinned and the trainer is at version 7: training waits"
         wait_until(lambda: waits in caplog.text, "the wait is logged")
         source.stop()
-        assert batch.result(60) is None
+        assert batch.result(WAIT_SECONDS) is None
     assert groups_by_status(database) == {"ready": 1}
 
 
@@ -217,7 +217,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
             wait_until(lambda: f"the policies of tenant 'default' {reason}" in caplog.text, "the wait is logged")
         finally:
             source.stop()
-        assert batch.result(60) is None
+        assert batch.result(WAIT_SECONDS) is None
     source = Claims(database, TrainerSettings(**values, **dict.fromkeys(quota, 101)), policy=own)
     assert source.next(NOW) is not None
     source.close()
@@ -228,7 +228,7 @@ def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
     monkeypatch.setattr(pacing, "FIRST_WAIT_SECONDS", 0.0)
     patient = {"wait_seconds": 3600.0}
     assert next_batch_within(source_for(database, **patient), NOW) is None
-    assert next_batch_within(source_for(database, **patient), RunProgress(), 60.0) is not None
+    assert next_batch_within(source_for(database, **patient), RunProgress(), WAIT_SECONDS) is not None
 
 
 def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wait(database):
@@ -245,7 +245,7 @@ def test_a_late_batch_fills_a_quarter_of_its_places_and_a_whole_one_does_not_wai
     assert next_batch_within(source_for(database, **patient, groups_per_batch=8), NOW) is None
     for rule, size in ((late, 7), (patient, 6)):
         source = source_for(database, **rule)
-        batch = next_batch_within(source, NOW, 60.0)
+        batch = next_batch_within(source, NOW, WAIT_SECONDS)
         assert [group.group_id for group in batch.claim.groups] == [f"s{number}" for number in range(size)]
         source.close()
 
@@ -255,7 +255,7 @@ def test_single_sessions_that_are_ready_join_a_small_batch_of_groups(database):
     for name, group in (("single", {}), ("a", {"group_id": "g", "group_size": 2})):
         add_finished(database, name, **group)
     add_finished(database, "b", group_id="g", group_size=2)
-    batch = next_batch_within(source_for(database, groups_per_batch=4, singles_per_group=8), NOW, 60.0)
+    batch = next_batch_within(source_for(database, groups_per_batch=4, singles_per_group=8), NOW, WAIT_SECONDS)
     assert sorted(group.group_id for group in batch.claim.groups) == ["g", "single"]
 
 
