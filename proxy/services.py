@@ -22,9 +22,10 @@ from proxy.engines.engine import CONNECT_SECONDS, Engine
 from proxy.engines.http_client import Access, HttpClient
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
+from proxy.http.bodies import Bodies
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.budgets import Budgets
-from proxy.limits.calls import Bodies, Limits, Places
+from proxy.limits.calls import Limits, Places
 from proxy.metrics import Metrics
 from proxy.readings import Events, RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import orjson
-from starlette.types import Receive, Send
+from starlette.types import Send
 
-from turnwise.errors import ClientLeft, InvalidRequest, TooLarge
+from turnwise.errors import ClientLeft, InvalidRequest
 from turnwise.json_text import loads, scan
 from turnwise.types import Json
 
@@ -69,28 +69,6 @@ def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
     finally:
         task = None  # the callback may be scheduled already
         left.remove_done_callback(cancel)
-
-
-async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
-    """Return the whole request body. The connection limits the time that it may take (see `proxy.http.connections`).
-
-    Raises:
-        TooLarge: it is longer than `max_bytes`.
-        InvalidRequest: the client disconnected before it was complete.
-    """
-    parts: list[bytes] = []
-    num_bytes, has_more = 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise InvalidRequest("the client disconnected before its request was complete")
-        part: bytes = message.get("body", b"")
-        has_more = bool(message.get("more_body"))
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise TooLarge(f"the request body is larger than {max_bytes} bytes, which is the limit; send less")
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else await joined(parts, num_bytes)
 
 
 async def joined(parts: list[bytes], num_bytes: int) -> bytes:

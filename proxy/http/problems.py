@@ -12,6 +12,7 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
     errors.Unauthorized: (401, "authentication_error", "invalid_api_key"),
     errors.Forbidden: (403, "permission_error", "forbidden"),
     errors.NotFound: (404, "not_found_error", "not_found"),
+    errors.TooSlow: (408, "invalid_request_error", "request_timeout"),
     errors.Conflict: (409, "conflict_error", "conflict"),
     errors.TooLarge: (413, "invalid_request_error", "too_large"),
     errors.UnsupportedMediaType: (415, "invalid_request_error", "unsupported_media_type"),
@@ -64,9 +65,14 @@ def answer(error: errors.TurnwiseError) -> tuple[int, bytes, dict[str, str]]:
 
 
 def _retry_after(status: int, error: errors.TurnwiseError) -> dict[str, str]:
-    """Return the headers that tell a client when to retry, or whether the SDKs' automatic retries help."""
+    """Return the headers that tell a client when to retry, or whether the SDKs' automatic retries help.
+
+    The connection of a request that never becomes whole is of no further use.
+    """
     seconds = getattr(error, "retry_after_seconds", 1)
     headers = {"retry-after": str(seconds)} if status in RETRYABLE and seconds is not None else {}
+    if isinstance(error, errors.TooSlow):
+        return {"connection": "close"}
     if isinstance(error, errors.BudgetSpent):
         return {**headers, "x-should-retry": "false"}
     return {**headers, "x-should-retry": "true"} if isinstance(error, errors.SessionDeleted) else headers

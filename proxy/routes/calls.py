@@ -27,9 +27,9 @@ from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
 from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES, SESSION_PREFIX
 from proxy.engines.engine import Engine
 from proxy.http import problems
-from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, read_body, send_whole
+from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, send_whole
+from proxy.http.bodies import SHORT_DIGITS, Body, read_body
 from proxy.http.connections import LEFT
-from proxy.limits.calls import SHORT_DIGITS
 from proxy.limits.calls import Scope as LimitedScope
 from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify, next_prefix
@@ -158,7 +158,7 @@ class Admission:
     """Done when the client has closed its connection."""
     limited: list[LimitedScope] | None = None
     """Its place under all limits, taken before its body is read; None until then."""
-    body: contextlib.ExitStack | None = None
+    body: Body | None = None
     """The memory of the request's body; None for a short one."""
     attempt: Attempt | None = None
     """What a retry of the call refers to; None for a call that is itself answered as a retry."""
@@ -268,8 +268,8 @@ class SampleEndpoint(Endpoint):
         if not may_be_answered:  # the answer of a retry may be known, and needs no place
             await admission.take()
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
-            admission.body = await services.bodies.reserve(principal, headers)
-        call, digest = await self._read(scope, receive, headers, principal)
+            admission.body = services.bodies.open(principal.tenant, principal.root_key_id, headers)
+        call, digest = await self._read(scope, receive, headers, admission)
         reply.call, call.is_retry = call, is_marked
         await services.pool.name_policy(call, principal)
         if call.dropped_fields or call.dropped_tools or call.dropped_items:
@@ -316,10 +316,10 @@ class SampleEndpoint(Endpoint):
             reply.headers[DROPPED_TOOLS] = ", ".join(names)
 
     async def _read(
-        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], principal: Principal
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], admission: Admission
     ) -> tuple[Call, bytes]:
-        settings = self._services.settings
-        raw = await read_body(receive, max_bytes=settings.max_body_bytes)
+        settings, principal = self._services.settings, admission.principal
+        raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=admission.body)
         body = await parse_object(raw, settings.max_json_string_bytes)
         if self._dialect.reads_url:
             body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))

@@ -23,7 +23,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_deleted
-from proxy.http.asgi import cancelled_when_client_leaves, check_limits, read_body
+from proxy.http.asgi import cancelled_when_client_leaves, check_limits
+from proxy.http.bodies import read_body
 from proxy.http.connections import LEFT
 from proxy.reload.checkpoint import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
@@ -297,11 +298,11 @@ class CheckedRoute(APIRoute):
                 return await handle(checked)
             with contextlib.ExitStack() as held:
                 with cancelled_when_client_leaves(request.scope["extensions"][LEFT]):
-                    held.enter_context(
-                        await services.bodies.reserve(await caller(request), dict(request.scope["headers"]))
-                    )
+                    by = await caller(request)
+                    headers = dict(request.scope["headers"])
+                    memory = held.enter_context(services.bodies.open(by.tenant, by.root_key_id, headers))
                     max_bytes, max_strings = self.limits(services.settings)
-                    raw = await read_body(request.receive, max_bytes=max_bytes)
+                    raw = await read_body(request.receive, max_bytes=max_bytes, memory=memory)
                     await check_limits(raw, services.settings.max_json_string_bytes, max_strings)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
                 checked.decoded = await self.decode(raw)

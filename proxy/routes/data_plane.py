@@ -14,7 +14,8 @@ from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
 from proxy.engines.http_client import Disconnected
 from proxy.engines.vllm_forms import data_urls
-from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
+from proxy.http.asgi import cancelled_when_client_leaves, parse_object
+from proxy.http.bodies import read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import DataPlane, Endpoint, ReplySender, SampleEndpoint, admitted, query_of
 from proxy.sessions.conversation import has_media
@@ -56,8 +57,9 @@ class CountEndpoint(Endpoint):
             principal = await services.authenticator.authenticate(headers)
             principal.require("call")
             async with admitted(services, principal, scope) as admission:
-                with await services.bodies.reserve(principal, headers):
-                    call = await self._read(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
+                with services.bodies.open(principal.tenant, principal.root_key_id, headers) as memory:
+                    raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
+                    call = await self._read(raw, scope)
                 await services.pool.name_policy(call, principal)
                 identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
                 if has_media(call.messages):
@@ -160,8 +162,8 @@ class Upstream(Endpoint):
             path = self._route.path.removeprefix("/v1")
             if query := scope["query_string"].decode("latin-1"):
                 path += f"?{query}"
-            with await self._services.bodies.reserve(principal, headers):
-                body = await read_body(receive, max_bytes=settings.max_body_bytes)
+            with self._services.bodies.open(principal.tenant, principal.root_key_id, headers) as memory:
+                body = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
                 try:
                     with await upstream.request("POST", path, body, passed) as answer:
                         content = await answer.read(settings.max_reply_bytes)

@@ -278,6 +278,29 @@ def test_data_that_is_not_http_gets_a_400(limited):
     assert metric(limited.proxy, "turnwise_refused_total", code="invalid_http") == before + 1
 
 
+def test_half_sent_bodies_delay_no_large_call_and_are_closed(fake_engine, start_proxy):
+    """Eight that announce the longest body and send 180 bytes; they once held all places for the header's time."""
+    proxy = start_proxy(fake_engine.url, "--max-body-bytes", "200000", "--header-timeout-seconds", "600")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 200000\r\n\r\n"
+    with contextlib.ExitStack() as opened:
+        peers = [
+            opened.enter_context(
+                socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=300)
+            )
+            for _ in range(8)
+        ]
+        for peer in peers:
+            peer.sendall(head + b"{" + b" " * 100)
+        large = {**CHAT, "messages": [{"role": "user", "content": "word " * 25_000}], "max_tokens": 1}
+        assert httpx2.post(f"{proxy.v1}/chat/completions", json=large, timeout=120).status_code in (200, 400)
+        for peer in peers:
+            received = b""
+            while data := peer.recv(65536):
+                received += data
+            assert received.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"request_timeout"' in received
+
+
 def test_a_reply_may_take_longer_than_a_request(impatient):
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 20}
     with httpx2.Client(base_url=impatient.proxy.url) as http:

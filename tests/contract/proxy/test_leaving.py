@@ -14,8 +14,8 @@ from proxy.calls import relay
 from proxy.calls.retries import Retries
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
+from proxy.http.bodies import Body
 from proxy.http.connections import LEFT
-from proxy.limits.calls import Bodies
 from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable
@@ -79,7 +79,7 @@ def test_a_retry_does_not_wait_for_the_first_call_after_its_client_has_left(http
     ],
 )
 def test_a_request_does_not_wait_for_the_memory_of_its_body_after_its_client_has_left(http, monkeypatch, path, body):
-    monkeypatch.setattr(Bodies, "_fits", lambda *_: False)
+    monkeypatch.setattr(Body, "_fits", lambda *_: False)
     assert http.post(path, json=body, headers=LEAVES).status_code == 499
 
 
