@@ -127,8 +127,8 @@ compose-check: setup ## Bring docker-compose.yml up in containers, and down agai
 certify: setup .packed/.installed ## Serve, train and load tiny models of many architectures, and write docs/models.md: ARGS="--loads NAME …"
 	cd tests && ../$(BIN)/python -m certificates $(ARGS)
 
-conformance: .conformance/.installed ## Run the original classes of Trinity-RFT and verl beside ours
-	$(BIN)/python -m pytest tests/real/test_originals.py
+conformance: .conformance/.installed .venv/.extras ## Run the original classes of Trinity-RFT beside ours, and verl's batches
+	$(BIN)/python -m pytest tests/real/test_originals.py extras/verl
 
 clean: ## Remove what was built; runs/ and the databases stay
 	rm -rf .venv .conformance .mypy_cache .ruff_cache .pytest_cache build dist

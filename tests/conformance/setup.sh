@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the environment in which the original classes of Trinity-RFT and verl run beside ours.
+# Makes the environment in which the original classes of Trinity-RFT run beside ours, and verl takes our batches.
 #
 # Both pin versions of torch, transformers and vLLM that cannot stand in the project's own environment, and the classes
 # compared need none of these pins. So they are installed without their dependencies, and see the project's packages

@@ -1,4 +1,4 @@
-"""The original classes of Trinity-RFT 0.6.0 and verl 0.9.1 beside Turnwise's, in a separate environment.
+"""The original classes of Trinity-RFT 0.6.0 beside Turnwise's, in a separate environment.
 
 `tests/conformance/setup.sh` makes that environment; without it these tests are skipped.
 """
@@ -43,7 +43,7 @@ def compared(shared_proxy):
 
 @pytest.fixture
 def pairs(compared):
-    return {(kind, json.dumps(plan)): pair for (kind, plan), pair in zip(CASES, compared["trinity"], strict=True)}
+    return {(kind, json.dumps(plan)): pair for (kind, plan), pair in zip(CASES, compared, strict=True)}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -69,77 +69,3 @@ def test_an_exception_ends_both_and_turnwise_keeps_the_sampled_turns(pairs, kind
     made = pairs[kind, json.dumps(BREAKING)]
     assert made["original"] == made["ours"] == {"failure": "the tool crashed", "experiences": []}
     assert made["stored_steps"] == [0, 1, 1]
-
-
-@pytest.fixture
-def verl(compared):
-    return compared["verl"]
-
-
-LONG = "torch.int64"
-REAL = "torch.float32"
-
-
-def test_a_row_for_each_trajectory_is_made_of_captured_tokens(verl):
-    """Steps that extend one another are one row; prompts are cut at the start, responses at the end.
-
-    First row: prompt 1 2, sampled 3, tool's 4 5, sampled 6 7. Second: prompt 1..5 of which 4 fit, 6..12 of which 6 fit.
-    """
-    batch = verl["trajectory"]
-    assert batch["tensors"] == {
-        "prompts": {"dtype": LONG, "rows": [[0, 0, 1, 2], [2, 3, 4, 5]]},
-        "responses": {"dtype": LONG, "rows": [[3, 4, 5, 6, 7, 0], [6, 7, 8, 9, 10, 11]]},
-        "input_ids": {"dtype": LONG, "rows": [[0, 0, 1, 2, 3, 4, 5, 6, 7, 0], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]},
-        "attention_mask": {"dtype": LONG, "rows": [[0, 0, 1, 1, 1, 1, 1, 1, 1, 0], [1] * 10]},
-        "position_ids": {"dtype": LONG, "rows": [[0, 0, 0, 1, 2, 3, 4, 5, 6, 0], list(range(10))]},
-        "response_mask": {"dtype": LONG, "rows": [[1, 0, 0, 1, 1, 0], [1] * 6]},
-        "traj_rewards": {"dtype": REAL, "rows": [[0, 0, 0, 0, 2.5, 0], [0, 0, 0, 0, 0, 1]]},
-        "step_rewards": {"dtype": REAL, "rows": [[0, 0, 0, 0, 2.5, 0], [0, 0, 0, 0, 0, 1]]},
-        "rollout_log_probs": {"dtype": REAL, "rows": [[-3, 0, 0, -6, -7, 0], [-6, -7, -8, -9, -10, -11]]},
-    }
-    assert batch["others"] == {
-        "episode_ids": ["a:0", "a:1"],
-        "trajectory_ids": ["a_solver", "a_solver"],
-        "step_ids": ["a_solver", "a_solver"],
-        "step_nums": [1, 1],
-        "is_correct": [True, False],
-        "termination_reasons": ["env_done", "timeout"],
-        "metrics": [{"m": 1}, {}],
-        "is_valid": [True, False],
-        "is_last_step": [True, True],
-        "is_pad_step": [False, False],
-    }
-    assert batch["num_batch_ids"] == 1
-    assert batch["meta"] == {"repeat_counts": [1, 0, 0, 1]}
-
-
-def test_a_row_for_each_step_has_its_own_reward(verl):
-    """Stepwise: each step's prompt, response and reward; the number of steps; which is last."""
-    batch = verl["step"]
-    assert batch["tensors"]["responses"]["rows"] == [[3, 0, 0, 0, 0, 0], [6, 7, 0, 0, 0, 0], [6, 7, 8, 9, 10, 11]]
-    assert batch["tensors"]["step_rewards"]["rows"] == [[0.5, 0, 0, 0, 0, 0], [0, 2, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
-    assert batch["tensors"]["traj_rewards"]["rows"][:2] == [[2.5, 0, 0, 0, 0, 0], [0, 2.5, 0, 0, 0, 0]]
-    assert batch["others"]["step_ids"] == ["a_solver_step0", "a_solver_step1", "a_solver_step0"]
-    assert batch["others"]["step_nums"] == [2, 2, 1]
-    assert batch["others"]["is_last_step"] == [False, True, True]
-    assert batch["meta"] == {"repeat_counts": [2, 0, 0, 1]}
-
-
-def test_verls_own_functions_take_the_batch(verl):
-    """Repeat counts pair rows with requests, padding and chunks divide, GRPO centres the rollouts of a task.
-
-    Rewards 2.5 and 1: the first is above their mean on its sampled tokens, the second below.
-    """
-    own = verl["verl"]
-    assert own["dummy"] == [0, 3]
-    assert (own["padded"], own["chunks"], own["concatenated"]) == ([4, 2], [2, 2], 4)
-    assert own["advantage_signs"] == [[1, 0, 0, 1, 1, 0], [-1] * 6]
-
-
-def test_the_rows_of_a_verl_batch_keep_its_order(verl):
-    """Ids a b a: each row is its own task's, where rLLM pairs the second with a's; validation runs are evaluations."""
-    batch = verl["executed"]
-    assert [episode_id.split(":")[0] for episode_id in batch["others"]["episode_ids"]] == ["a", "b", "a"]
-    assert [sum(row) for row in batch["tensors"]["step_rewards"]["rows"]] == [1.0, 2.0, 1.0]
-    assert batch["splits"] == ["eval", "eval", "eval"]
-    assert batch["meta"]["repeat_counts"] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""What each part imports: what its extra installs; a package of extras, the client, errors, types and credit alone."""
+"""What each part imports: what its extra installs; a package of extras, the SDK and credit alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EXTRAS = Path(__file__).parents[2] / "extras"
 STAND_IN = "fake_engine"
 """The stand-in engine is installed with Turnwise: `turnwise fake-engine` starts it in a user's CI."""
 MODULES = sorted(path for path in EXTRAS.glob("*/turnwise_*/**/*.py") if path.relative_to(EXTRAS).parts[0] != STAND_IN)
-ALLOWED = ("turnwise.client", "turnwise.errors", "turnwise.types", "turnwise.credit")
+ALLOWED = ("turnwise.client", "turnwise.errors", "turnwise.types", "turnwise.credit", "turnwise.workflows")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -74,7 +74,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(EXTRAS)))
-def test_an_extra_imports_the_client_the_errors_the_types_and_the_credit_alone(path):
+def test_an_extra_imports_the_sdk_and_the_credit_alone(path):
     own = path.relative_to(EXTRAS).parts[1]
     of_ours = [name for name in imported(path) if name.split(".")[0].startswith(("turnwise", "proxy", "trainer"))]
     foreign = [name for name in of_ours if name.split(".")[0] != own and not name.startswith(ALLOWED)]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from turnwise.store.selection import SessionFilter
 
 EXPERIENCE_FORMATS = ("jsonl", "axolotl", "parquet", "hf")
-CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai", "trl", "trl-pairs", "verl")
+CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai", "trl", "trl-pairs")
 LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
 
 
@@ -47,8 +47,8 @@ LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
     default="jsonl",
     show_default=True,
     metavar="NAME",
-    help="jsonl, axolotl, parquet and hf are experiences, as a trainer sees them; sessions, openai, trl, trl-pairs, "
-    "verl and those of installed packages are whole sessions. `list` prints all names.",
+    help="jsonl, axolotl, parquet and hf are experiences, as a trainer sees them; sessions, openai, trl, trl-pairs "
+    "and those of installed packages are whole sessions. `list` prints all names.",
 )
 @click.option("--denied", is_flag=True, help="Only sessions that are marked train = false, which are left out else.")
 @click.option("--min-reward", type=float, help="Only sessions with at least this reward; of a pair, the chosen one.")
@@ -111,7 +111,7 @@ def _remote_lines(
     client: Client, format_name: str, lines: LineMaker | None, min_reward: float | None, given: dict[str, Any]
 ) -> Iterator[Json]:
     filters = {"train": given.pop("train"), **api_filters(given)}
-    if format_name not in ("jsonl", "axolotl") and (lines is None or format_name == "verl"):
+    if format_name not in ("jsonl", "axolotl") and lines is None:
         raise InvalidRequest(f"--format {format_name} needs the database; over HTTP export a text format")
     if lines is not None:
         yield from lines(session_document(client, session) for session in sessions_of(client, filters))
@@ -133,16 +133,13 @@ def _write_stored(
     with place.store() if archive is None else _opened_archive(archive) as store, store.read() as conn:
         if lines is None:
             return _write_experiences(conn, wanted, format_name, output, **given)
-        found = lines(_sessions(conn, wanted))
-        if format_name == "verl":
-            return training_formats.write_verl(found, _named(output, format_name))
-        return _write_lines(found, output)
+        return _write_lines(lines(_sessions(conn, wanted)), output)
 
 
 def _line_maker(format_name: str, min_reward: float | None) -> LineMaker:
     """Return the function of a format of whole sessions."""
     of_session: dict[str, Callable[[Json], Iterable[Json]]] = {
-        **dict.fromkeys(("sessions", "verl"), lambda session: [session]),
+        "sessions": lambda session: [session],
         "openai": training_formats.openai_lines,
         "trl": training_formats.trl_lines,
     }

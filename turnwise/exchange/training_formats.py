@@ -1,7 +1,7 @@
-"""Exports for other trainers: OpenAI fine-tuning, TRL conversations and pairs, Axolotl tokens, verl's Parquet.
+"""Exports for other trainers: OpenAI fine-tuning, TRL conversations and pairs, Axolotl tokens.
 
-Conversations are rendered again by the chat template of the other trainer, so for TRL and verl they have the form that
-templates read: text contents, arguments as objects, reasoning. A conversation with an image, or of which a call's
+Conversations are rendered again by the chat template of the other trainer, so for TRL they have the form that templates
+read: text contents, arguments as objects, reasoning. A conversation with an image, or of which a call's
 arguments are no JSON object, has no such form and is left out. The tokens for Axolotl are the stored ones.
 A reward is a column wherever the format allows further columns. OpenAI has one line per conversation, with the tools
 that its model saw; replies that are no training data have weight 0 there: assistant messages that an application wrote
@@ -11,15 +11,11 @@ into a prompt, and turns that are not trainable.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from turnwise.chains import IMPORTED, TRAINABLE_OUTCOMES
 from turnwise.client.conversations import AgentConversation, conversations
-from turnwise.errors import InvalidRequest
-from turnwise.exchange.parquet import write_rows
 from turnwise.types import Json
 
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
@@ -96,69 +92,6 @@ def axolotl_line(experience: Json) -> Json:
     return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": [NO_LABEL] * after + labels}
 
 
-def write_verl(sessions: Iterable[Json], path: Path) -> int:
-    """Write verl's Parquet file; return the number of its rows.
-
-    A column has one type, and what an object lacks is null there. So arguments are objects only where all calls have
-    the same ones, else JSON text, which a template has to take.
-
-    Raises:
-        InvalidRequest: the tools differ in their fields, so that nulls would be part of their schemas.
-    """
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as kept:  # the types are known at the end
-        tools, arguments = _Shapes(), _Shapes()
-        for session in sessions:
-            for conversation in conversations(session):
-                messages = _template_messages(conversation)
-                if messages is None:
-                    continue
-                row = {"messages": messages, "tools": conversation.tools or None}
-                row |= {name: session[name] for name in ("reward", "session_id", "group_id", "task_id")}
-                tools.add(*(conversation.tools or ()))
-                arguments.add(
-                    *(call["function"]["arguments"] for one in messages for call in one.get("tool_calls", ()))
-                )
-                kept.write(json.dumps(row) + "\n")
-        if not tools.is_one:
-            raise InvalidRequest(
-                "the tools of these sessions have different fields, and in verl's Parquet file each would get those of "
-                "the others as nulls: export sessions with one tool, or --format trl or axolotl"
-            )
-        kept.seek(0)
-        rows = (_verl_row(json.loads(line), as_text=not arguments.is_one) for line in kept)
-        return write_rows(path, _verl_columns(tools.type(), arguments.type()), rows)
-
-
-class _Shapes:
-    """The fields of objects, with the types of their values."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, Json] = {}
-
-    def add(self, *objects: Json) -> None:
-        for one in objects:
-            self._found.setdefault(json.dumps(_shape(one)), one)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether a column of one type holds all of them as they are."""
-        return len(self._found) <= 1 and not any('"ragged"' in shape for shape in self._found)
-
-    def type(self) -> Any:
-        import pyarrow
-
-        return pyarrow.infer_type(list(self._found.values())) if self._found and self.is_one else pyarrow.string()
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _shape(value[name]) for name in sorted(value)} or "ragged"
-    if isinstance(value, list):
-        shapes = {json.dumps(_shape(each)) for each in value}
-        return ["ragged" if len(shapes) > 1 else shapes.pop() if shapes else None]
-    return type(value).__name__
-
-
 def _template_messages(conversation: AgentConversation) -> list[Json] | None:
     """Return messages as chat templates read them; None with an image, or arguments of a call that are no object."""
     try:
@@ -200,25 +133,3 @@ def _template_call(call: Json) -> Json:
 
 def _tools_of(conversation: AgentConversation) -> Json:
     return {"tools": conversation.tools} if conversation.tools else {}
-
-
-def _verl_row(row: Json, *, as_text: bool) -> Json:
-    for call in (call for message in row["messages"] for call in message.get("tool_calls", ()) if as_text):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return row
-
-
-def _verl_columns(tool: Any, arguments: Any) -> Json:
-    import pyarrow
-
-    text = pyarrow.string()
-    function = pyarrow.struct({"name": text, "arguments": arguments}.items())
-    call = pyarrow.struct({"id": text, "type": text, "function": function}.items())
-    texts = ("role", "content", "name", "tool_call_id", "reasoning_content")
-    fields = {**dict.fromkeys(texts, text), "tool_calls": pyarrow.list_(call)}
-    return {
-        "messages": pyarrow.list_(pyarrow.struct(fields.items())),
-        "tools": pyarrow.list_(tool),
-        "reward": pyarrow.float64(),
-        **dict.fromkeys(("session_id", "group_id", "task_id"), text),
-    }

@@ -1,7 +1,7 @@
 """Workflow classes of rLLM and Trinity-RFT over sessions of the proxy.
 
 Both systems have a class `Workflow`: this package exports rLLM's; Trinity's is `turnwise.workflows.trinity.Workflow`.
-Importing this package loads numpy and an HTTP client; torch, verl and openai are loaded when they are first used.
+Importing this package loads numpy and an HTTP client; openai is loaded when it is first used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """rLLM's `AgentWorkflowEngine`: run many tasks concurrently over a pool of workflow objects, and retry failed runs.
 
 A run is a session of the proxy. The engine creates it and writes the end and the rewards of the run to the ledger, so a
-trainer needs no data from this process. The returned episodes, or the verl batch, contain the same data for callers
-that train in this process.
+trainer needs no data from this process. The returned episodes contain the same data for callers that train in this
+process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,11 +23,7 @@ from turnwise.errors import InvalidRequest, RolloutFailed
 from turnwise.types import Json
 from turnwise.workflows.episodes import Episode, TerminationReason
 from turnwise.workflows.rollout import RunIdentity
-from turnwise.workflows.rows import in_batch_order
 from turnwise.workflows.workflow import Workflow
-
-if TYPE_CHECKING:
-    from verl import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +45,10 @@ class AgentWorkflowEngine:
         """Store the parts of a run.
 
         The workflow objects get `workflow_args`, engine and executor. The engine samples replies: any object with
-        rLLM's `get_model_response`, whose methods `begin_run`, `end_run`, `wake_up` and `sleep` are called where it
-        has them. Only verl batches need `config`, verl's configuration with `data` and `rllm`. `n_parallel_tasks`
-        runs, and as many threads for their blocking calls, are active at a time. A run that ends in an error has
-        `retry_limit` attempts; with `raise_on_error` the last one ends the batch. Other arguments are for subclasses.
+        rLLM's `get_model_response`, whose methods `begin_run` and `end_run` are called where it has them. Of `config`
+        only `rllm.stepwise_advantage.enable` is read. `n_parallel_tasks` runs, and as many threads for their blocking
+        calls, are active at a time. A run that ends in an error has `retry_limit` attempts; with `raise_on_error` the
+        last one ends the batch. Other arguments are for subclasses.
         """
         self.workflow_cls = workflow_cls
         self.workflow_args = workflow_args or {}
@@ -116,24 +112,6 @@ class AgentWorkflowEngine:
             await asyncio.gather(*rollouts, return_exceptions=True)
         return [episode for episodes in by_task.values() for episode in episodes]
 
-    async def execute_tasks_verl(self, batch: DataProto, **kwargs: Any) -> DataProto:
-        """Run the tasks of a verl batch and return its rows as a verl batch."""
-        task_ids = batch.non_tensor_batch["task_ids"].tolist()
-        tasks = batch.non_tensor_batch["extra_info"].tolist()
-        await self._notify("wake_up")
-        self.rollout_engine.validate = bool(batch.meta_info.get("validate", False))
-        try:
-            episodes = await self.execute_tasks(tasks, task_ids, **kwargs)
-        finally:
-            self.rollout_engine.validate = False
-            await self._notify("sleep")
-        return self.transform_results_for_verl(in_batch_order(episodes, task_ids), task_ids)
-
-    def transform_results_for_verl(self, episodes: list[Episode], task_ids: Any) -> DataProto:
-        from turnwise.workflows.verl import to_data_proto
-
-        return to_data_proto(episodes, list(task_ids), self.config, self._pad_token_id())
-
     def shutdown(self) -> None:
         if self.executor is not None:
             self.executor.shutdown(wait=True)
@@ -145,10 +123,10 @@ class AgentWorkflowEngine:
         workflow = await self.workflow_queue.get()
         try:
             for attempt in range(1, self.retry_limit + 1):
-                await self._notify("begin_run", run)
+                await self.notify("begin_run", run)
                 episode = await workflow.run_with_termination_handling(task=task, uid=run.uid, **kwargs)
                 again = _is_error(episode) and attempt < self.retry_limit
-                await self._notify("end_run", episode, retried=again)
+                await self.notify("end_run", episode, retried=again)
                 if not again:
                     break
                 logger.warning("[%s] attempt %d of %d failed, trying again", run.uid, attempt, self.retry_limit)
@@ -159,17 +137,14 @@ class AgentWorkflowEngine:
             raise RolloutFailed(f"[{run.uid}] failed on all {self.retry_limit} attempts, at last with {cause!r}")
         return run.task_id, run.rollout_idx, episode
 
-    async def _notify(self, method: str, *args: Any, **kwargs: Any) -> None:
+    async def notify(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of the rollout engine, which may have none of this name."""
         function = getattr(self.rollout_engine, method, None)
         if function is None:
             return
         result = function(*args, **kwargs)
         if inspect.isawaitable(result):
             await result
-
-    def _pad_token_id(self) -> int:
-        owners = (self.rollout_engine, getattr(self.rollout_engine, "tokenizer", None))
-        return next((found for owner in owners if (found := getattr(owner, "pad_token_id", None)) is not None), 0)
 
     def _identities(self, task_ids: list[str]) -> list[RunIdentity]:
         batch = uuid.uuid4().hex[:8]

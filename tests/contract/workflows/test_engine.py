@@ -355,37 +355,3 @@ def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy):
 
     (episode,) = execute(proxy, [{"q": 1}], workflow=Long)
     assert episode.termination_reason is TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED
-
-
-class Memory(RolloutEngine):
-    def __init__(self):
-        self.seen = []
-
-    async def wake_up(self):
-        self.seen.append("awake")
-
-    async def sleep(self):
-        self.seen.append(("asleep", self.validate))
-
-
-def verl_batch(*, validate=False):
-    import numpy as np
-
-    columns = {"extra_info": np.array([{"q": 1, "crashes": 9}], object), "task_ids": np.array(["a"], object)}
-    return SimpleNamespace(non_tensor_batch=columns, meta_info={"validate": validate})
-
-
-def test_the_engine_sleeps_again_also_after_a_failed_batch():
-    """When a task raises, rLLM leaves it awake and in validation mode; here its state is restored."""
-
-    class Crash(Chat):
-        async def run(self, task, uid, **kwargs):
-            self.reset(task, uid)
-            raise RuntimeError("the tool crashed")
-
-    rollouts = Memory()
-    engine = AgentWorkflowEngine(Crash, {}, rollouts, config=config(), n_parallel_tasks=1)
-    with pytest.raises(RolloutFailed):
-        asyncio.run(engine.execute_tasks_verl(verl_batch(validate=True)))
-    engine.shutdown()
-    assert rollouts.seen == ["awake", ("asleep", False)]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import invoke
 from support.exchanged import CALL, TOOLS, export, run_import
 from support.migrated import new_database
 from transformers import AutoTokenizer
@@ -91,46 +90,3 @@ def test_trl_renders_a_pair_as_the_stored_tokens_from_the_reply_where_it_parts(d
     for name, ids in zip(("chosen", "rejected"), stored, strict=True):
         assert rendered["prompt"] + rendered[name] == ids + LINE_BREAK
     assert [message["role"] for message in row["chosen"]] == ["assistant"]
-
-
-@pytest.mark.parametrize("arguments", ['{"name": "tom"}', '{"other": 1}'])
-def test_verl_renders_messages_as_the_stored_tokens(arguments, database, tmp_path, model):
-    """verl reads the file with pandas and passes rows to the template as they are; see `MultiTurnSFTDataset`.
-
-    Where calls have different arguments they are text, which the template has to take, as Qwen3's does.
-    """
-    pandas, numpy = pytest.importorskip("pandas"), pytest.importorskip("numpy")
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(each) for name, each in value.items()}
-        return [plain(each) for each in value] if isinstance(value, list | numpy.ndarray) else value
-
-    rows = [
-        {"messages": conversation("And?", "Lea.", given), "tools": TOOLS}
-        for given in (CALL["function"]["arguments"], arguments)
-    ]
-    stored = store(tmp_path, model, *rows)
-    export(tmp_path, "--format", "verl", "--output", str(tmp_path / "verl.parquet"))
-    frame = pandas.read_parquet(tmp_path / "verl.parquet")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    as_it_is = "arguments if call.function.arguments is string else call.function.arguments"
-    tokenizer.chat_template = tokenizer.chat_template.replace("arguments |", f"{as_it_is} |")
-    assert as_it_is in tokenizer.chat_template
-    for number, ids in enumerate(stored):
-        messages, tools = (plain(frame[name][number]) for name in ("messages", "tools"))
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-        assert tokens.encode(text) == ids + LINE_BREAK
-
-
-def test_verl_refuses_tools_that_its_file_cannot_hold(database, tmp_path, model):
-    """Each would get the parameters of the other as nulls, in the schema that the model reads."""
-    two = [
-        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
-        for name in ("a", "b")
-    ]
-    store(tmp_path, model, {"messages": conversation("And?", "Lea."), "tools": two})
-    command = ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "verl"]
-    result = invoke(*command, "--output", str(tmp_path / "verl.parquet"))
-    assert result.exit_code != 0
-    assert "different fields" in result.stderr

@@ -1,8 +1,7 @@
 """Episodes as a real `verl.DataProto`, with every tensor of rLLM's own transform.
 
-Only this module of the SDK needs torch and verl, and it is imported only when a batch is transformed. The module `rows`
-selects the tokens of a row and needs neither. Shapes: N rows, P maximum length of a prompt, R maximum length of a
-response.
+Only this module needs torch and verl; `rows` selects the tokens of a row without them. Shapes: N rows, P maximum length
+of a prompt, R maximum length of a response.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from verl import DataProto
 
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
-from turnwise.workflows.episodes import Episode
-from turnwise.workflows.rows import VerlRow, is_kept, rows_of, task_of
+from turnwise.workflows import Episode
+from turnwise_verl.rows import VerlRow, is_kept, rows_of, task_of
 
 
 def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: Any, pad_token_id: int) -> DataProto:

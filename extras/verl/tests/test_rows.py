@@ -1,9 +1,9 @@
 """Episodes as rows of tokens in verl's format, without verl."""
 
 import pytest
+from turnwise_verl.rows import in_batch_order, is_kept, rows_of, task_of
 
 from turnwise.workflows import Episode, ModelOutput, Step, TerminationReason, Trajectory
-from turnwise.workflows.rows import in_batch_order, is_kept, rows_of, task_of
 
 
 def output(prompt, sampled):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from turnwise.types import Json
-from turnwise.workflows.episodes import Episode, ModelOutput, TerminationReason, Trajectory
+from turnwise.workflows import Episode, ModelOutput, TerminationReason, Trajectory
 
 logger = logging.getLogger(__name__)
 

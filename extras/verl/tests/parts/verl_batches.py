@@ -1,6 +1,9 @@
-"""Turnwise's batches as real `verl.DataProto`: their content, and the results of verl's own functions."""
+"""Print Turnwise's batches as real `verl.DataProto`, and the results of verl's own functions: `verl_batches.py URL`."""
 
 import asyncio
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,13 @@ from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-from turnwise.client import AsyncClient
-from turnwise.workflows import (
-    AgentWorkflowEngine,
+ROOT = Path(__file__).parents[4]
+sys.path[:0] = [str(ROOT), str(ROOT / "extras" / "verl")]
+
+from turnwise_verl import AgentWorkflowEngine  # noqa: E402
+
+from turnwise.client import AsyncClient  # noqa: E402
+from turnwise.workflows import (  # noqa: E402
     Episode,
     ModelOutput,
     RolloutEngine,
@@ -139,3 +146,7 @@ def executed(url: str) -> Json:
             return {**plain(batch), "splits": [session["split"] for session in sessions]}
 
     return asyncio.run(go())
+
+
+if __name__ == "__main__":
+    print(json.dumps(batches(sys.argv[1])))
