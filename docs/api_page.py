@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from proxy import features
 from proxy.app import create_app
-from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
+from proxy.auth import MAY, PHRASES
 from proxy.routes.openapi import describe
 from turnwise.chains import EID, Experience
 from turnwise.settings import field_docs
@@ -52,13 +53,17 @@ says which one holds for the session's group. A group that is not trained has th
 
 def api() -> str:
     """Return the whole page."""
-    document = describe(create_app())
+    app = create_app(routes=features.ROUTES)
+    document, actions = describe(app), app.state.actions
     schemas = document["components"]["schemas"]
     parts = [INTRODUCTION]
     for path, operations in sorted(document["paths"].items()):
         for method, operation in sorted(operations.items()):
-            if f"{method.upper()} {path}" in ACTION_OF_ROUTE:
-                parts.append("\n".join(_route(method.upper(), path, operation, schemas)) + "\n")
+            if f"{method.upper()} {path}" in actions:
+                parts.append(
+                    "\n".join(_route(method.upper(), path, actions[f"{method.upper()} {path}"], operation, schemas))
+                    + "\n"
+                )
     for title, name in (
         ("A session", "SessionAnswer"),
         ("A turn", "TurnAnswer"),
@@ -81,8 +86,7 @@ def _experience_name(name: str) -> str:
     return {"turn_returns": "return"}.get(name, name)
 
 
-def _route(method: str, path: str, operation: Schema, schemas: Schema) -> Iterator[str]:
-    action = ACTION_OF_ROUTE[f"{method} {path}"]
+def _route(method: str, path: str, action: str, operation: Schema, schemas: Schema) -> Iterator[str]:
     able = ", ".join(f"`{role}`" for role in MAY if action in MAY[role])
     yield f"## `{method} {path}`"
     yield ""

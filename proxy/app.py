@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -14,10 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 import turnwise
+from proxy.auth import ACTION_OF_ROUTE
 from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
 from proxy.routes import feedback, keys, openapi, operations, policies, rewards, sessions, turns, web
 from proxy.routes.control import answer
+from proxy.routes.declared import load_routes
 from proxy.services import Services, services_of
 from turnwise.errors import TurnwiseError
 
@@ -32,8 +34,12 @@ BASE_URL_HINT = (
 ROUTES_HINT = "GET /openapi.json lists the routes"
 
 
-def create_app(services: Services | None = None) -> FastAPI:
-    """Build the app over running services; without services it only describes its routes."""
+def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> FastAPI:
+    """Build the app over running services; without services it only describes its routes.
+
+    `routes` are modules of features, each with `ROUTES`.
+    """
+    declared = load_routes(routes)
     app = FastAPI(
         title="Turnwise",
         version=turnwise.__version__,
@@ -46,6 +52,8 @@ def create_app(services: Services | None = None) -> FastAPI:
     records = (sessions, turns, rewards, feedback)
     for module in (*records, policies, keys, operations, openapi):
         app.include_router(module.router)
+    for own in declared:
+        app.include_router(own.router)
     app.include_router(keys.consents)
     app.include_router(operations.control)
     page = web.PageFiles()
@@ -56,6 +64,8 @@ def create_app(services: Services | None = None) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
     app.state.services = services
+    app.state.actions = ACTION_OF_ROUTE | {route: action for own in declared for route, action in own.actions.items()}
+    app.state.answers = [own.answers for own in declared]
     return app
 
 

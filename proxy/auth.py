@@ -67,8 +67,6 @@ ACTION_OF_ROUTE = {
     "GET /v1/sessions/{session_id}": "read",
     "GET /v1/sessions/{session_id}/turns": "read",
     "POST /v1/sessions/{session_id}/end": "end",
-    "PUT /v1/sessions/{session_id}/labels/{label}": "label",
-    "DELETE /v1/sessions/{session_id}/labels/{label}": "label",
     "DELETE /v1/sessions/{session_id}": "delete",
     "DELETE /v1/tenant": "delete",
     "GET /v1/turns/{turn_id}": "read",
@@ -99,8 +97,8 @@ ACTION_OF_ROUTE = {
     "GET /openapi.json": "describe",
     "GET /metrics": "metrics",
 }
-"""The action of each route of the control plane. All model calls are `call`. `/healthz`, `/readyz` and the dashboard's
-files need no key."""
+"""The action of each route of the core's control plane. All model calls are `call`. `/healthz`, `/readyz` and the
+dashboard's files need no key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
                     self._affinity = SessionAffinity(
                         worker.metrics_directory, worker.number, settings.workers, count=metrics.handed_over.inc
                     )
-                edge = Edge(data_plane(create_app(services), services), services)
+                edge = Edge(data_plane(create_app(services, features.ROUTES), services), services)
                 self.config.app = edge
                 self.config.http = functools.partial(  # type: ignore[assignment]  # uvicorn only calls it
                     LimitedHttp,

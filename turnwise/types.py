@@ -203,18 +203,6 @@ class TrainedIn:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """A label of a session, set by a person or a program."""
-
-    label: str
-    note: str | None = None
-    """Free text."""
-    written_by: str | None = None
-    """The API key that wrote it; set by the proxy."""
-    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """One run of an agent."""
 
@@ -263,8 +251,6 @@ class Session:
     """The session's reward under its credit policy; None before its first reward."""
     trained_in: tuple[TrainedIn, ...] = ()
     """The updates that trained it, oldest first; more than one if its group was trained again."""
-    labels: tuple[Label, ...] = ()
-    """Its labels in alphabetical order. A label has no effect on training; lists and exports can filter by it."""
     num_turns: int = 0
     num_chains: int = 0
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
@@ -586,4 +572,6 @@ def values_of(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple | list):
         return [values_of(item) for item in value]
+    if isinstance(value, dict):
+        return {name: values_of(item) for name, item in value.items()}
     return value

@@ -12,6 +12,9 @@ STEPS: tuple[type[CallStep], ...] = (Prices,)
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
+ROUTES: tuple[str, ...] = ("proxy.features.labels",)
+"""Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
+
 
 class Settings(PriceSettings, ProxySettings):
     """Settings of one proxy with all of its features."""

@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.auth import ACTION_OF_ROUTE, DEFAULT_TENANT, Principal, session_deleted
+from proxy.auth import DEFAULT_TENANT, Principal, session_deleted
 from proxy.http.asgi import cancelled_when_client_leaves, check_limits
 from proxy.http.bodies import read_body
 from proxy.http.connections import LEFT
@@ -86,7 +86,7 @@ async def caller(request: Request) -> Principal:
     if known is not None:
         return known
     principal = await services_of(request).authenticator.authenticate(dict(request.scope["headers"]))
-    principal.require(ACTION_OF_ROUTE[f"{request.method} {request.scope['route'].path}"])
+    principal.require(request.app.state.actions[f"{request.method} {request.scope['route'].path}"])
     if session_id := request.path_params.get("session_id"):
         principal.require_session(session_id)
     if principal.session_id is not None:
@@ -142,7 +142,7 @@ async def sessions_json(found: Sequence[Session], services: Services) -> list[Js
 
 async def with_columns(rows: list[Json], by: str, names: list[Any], services: Services, tenant: str) -> list[Json]:
     """Return rows of sessions, keys, policies or updates with the columns of the features that are on."""
-    wanted = services.steps.columns
+    wanted = [each for each in (*extensions.always_on(), *services.steps.columns) if by in each.of]
     if not wanted:
         return rows
     values = await services.database.fetch(extensions.read_columns, by, tenant, names, wanted=wanted)

@@ -14,6 +14,7 @@ import functools
 import operator
 import types
 import typing
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -115,7 +116,10 @@ def _model_of(record: type) -> type[Answer]:
 def _columns(of: str) -> dict[str, Any]:
     """Return the fields that features add to rows of sessions, keys, policies or updates."""
     return {
-        each.name: (each.kind, Field(default=each.empty, description=each.description))
+        each.name: (
+            _json_type(each.kind),
+            Field(description=each.description, **({} if each.is_always_on else {"default": each.empty})),
+        )
         for each in extensions.columns
         if of in each.of
     }
@@ -311,7 +315,8 @@ UpdateSummaries = page_model("UpdateSummaries", ListedUpdate, "Some updates in a
 DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 
 
-def schemas() -> Json:
+def schemas(of_features: Iterable[Callable[[], Iterable[type[Answer]]]] = ()) -> Json:
     models = {each for each in globals().values() if isinstance(each, type) and issubclass(each, Answer)}
+    models |= {each for answers in of_features for each in answers()}
     wanted: list[tuple[type[Answer], JsonSchemaMode]] = [(each, "serialization") for each in models - {Answer, Page}]
     return dict(models_json_schema(wanted, ref_template="#/components/schemas/{model}")[1]["$defs"])

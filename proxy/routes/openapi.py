@@ -83,9 +83,9 @@ def describe(app: FastAPI) -> Json:
                 document["paths"].setdefault(prefix + _path(route), {})[route.method.lower()] = operation
     schemas = document["components"]["schemas"]
     for body in _bodies(Body):
-        for name, text in field_docs(body, Body).items():
+        for name, text in field_docs(body, Body).items() if body.__name__ in schemas else ():
             schemas[body.__name__]["properties"][name]["description"] = text
-    schemas |= models.schemas()
+    schemas |= models.schemas(app.state.answers)
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():

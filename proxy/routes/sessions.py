@@ -1,4 +1,4 @@
-"""Routes of sessions and their turns: create, fork, list, read, label, end and delete."""
+"""Routes of sessions and their turns: create, fork, list, read, end and delete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from proxy.settings import check_pinnable
 from turnwise.store import consent, policies, retention, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Credit, Json, Label, Outcome, Reward, Role, Session, SessionStatus, Split
+from turnwise.types import Credit, Json, Outcome, Reward, Role, Session, SessionStatus, Split
 
 FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
 
@@ -409,28 +409,3 @@ async def _finish_deletion(services: Services, deleted: retention.Deleted) -> re
     for tenant, session_id in deleted.sessions:
         services.forget_session(tenant, session_id)
     return await asyncio.to_thread(retention.finish, services.database, deleted)
-
-
-class NewLabel(Body):
-    """The content of a label."""
-
-    note: Text | None = None
-    """Free text; it replaces the note that the label has."""
-
-
-@router.put("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
-async def set_label(
-    session_id: Id, label: LabelName, services: Here, principal: Caller, wanted: NewLabel | None = None
-) -> Response:
-    """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
-    note = None if wanted is None else services.redacted_text(wanted.note)
-    given = Label(label=label, note=note, written_by=principal.key_id)
-    labelled = await services.writer.do(sessions.set_label, principal.tenant, session_id, given)
-    return answer(await session_json(labelled, services))
-
-
-@router.delete("/sessions/{session_id}/labels/{label}", responses=describe_answer("SessionAnswer"))
-async def remove_label(session_id: Id, label: LabelName, services: Here, principal: Caller) -> Response:
-    """Remove a label from a session; removing a label that it does not have changes nothing."""
-    unlabelled = await services.writer.do(sessions.remove_label, principal.tenant, session_id, label)
-    return answer(await session_json(unlabelled, services))

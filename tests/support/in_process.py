@@ -38,23 +38,27 @@ def in_process_proxy(
     database = Database(migrated(url))
     with running_fake_engine() as engine:
         given = features.Settings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
-        with served(given, wrap, steps=features.STEPS, in_store=features.IN_STORE) as http:
+        with served(given, wrap, routes=features.ROUTES, steps=features.STEPS, in_store=features.IN_STORE) as http:
             yield http, database
     database.close()
 
 
 @contextlib.contextmanager
 def served(
-    given: ProxySettings, wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app, **features: Any
+    given: ProxySettings,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    *,
+    routes: tuple[str, ...] = (),
+    **features: Any,
 ) -> Iterator[TestClient]:
-    """Serve with features as `running_services` takes them; none are imported here."""
+    """Serve with features as `create_app` and `running_services` take them; none are imported here."""
     app: ASGIApp
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         nonlocal app
         async with running_services(given, Peers(), None, **features) as services:
-            app = wrap(data_plane(create_app(services), services))
+            app = wrap(data_plane(create_app(services, routes), services))
             yield
 
     around = Starlette(lifespan=lifespan)

@@ -16,6 +16,8 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
+from turnwise.features import labels
+from turnwise.features.labels import Label
 from turnwise.features.prices import read_costs
 from turnwise.store import (
     archive,
@@ -53,7 +55,6 @@ from turnwise.types import (
     ConsentOf,
     Feedback,
     FeedbackKind,
-    Label,
     Outcome,
     PolicyKind,
     PolicyVersion,
@@ -105,7 +106,7 @@ def _parts(conn: sa.Connection) -> None:
 def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
     found = retention.over_since(conn, NOW + WEEK, limit=2)
     assert found
-    return {name: list(archive.select_rows(conn, name, found)) for name in archive.TABLES}
+    return {name: list(archive.select_rows(conn, name, found)) for name in archive.tables()}
 
 
 def _archive(conn: sa.Connection, moved: int = 0) -> None:
@@ -133,7 +134,7 @@ def _images(conn: sa.Connection) -> None:
     over = selection.session_row(conn, "t", "over")
     with_files = experiences.Shape(merge="chain", with_unrewarded=True, with_files=True)
     list(experiences.experiences(conn, SessionFilter(tenant="t", session_id="over"), with_files))
-    rows_of = {name: list(archive.select_rows(conn, name, [over])) for name in archive.TABLES}
+    rows_of = {name: list(archive.select_rows(conn, name, [over])) for name in archive.tables()}
     retention.delete_session(conn, "t", "over")
     while retention.sweep(conn):
         pass
@@ -357,8 +358,8 @@ OF_TENANT: dict[str, Ask] = {
     "rewards": _rewards,
     "feedback": lambda c: (_feedback(c, "Rome"), _feedback(c, "Oslo"), feedback.feedback_of(c, "t", "s")),
     "a session with feedback that is deleted": lambda c: (_feedback(c, "Rome"), retention.delete_session(c, "t", "s")),
-    "a label": lambda c: sessions.set_label(c, "t", "s", Label(label="golden")),
-    "a removed label": lambda c: sessions.remove_label(c, "t", "over", "golden"),
+    "a label": lambda c: labels.set_label(c, "t", "s", Label(label="golden")),
+    "a removed label": lambda c: labels.remove_label(c, "t", "over", "golden"),
     "an end": lambda c: sessions.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
     "keys and their usage": _keys,
     "images": _images,

@@ -8,12 +8,13 @@ from typing import Any, cast
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, make_turn, update_record
 
+from turnwise.features import labels
+from turnwise.features.labels import Label
 from turnwise.store import claims, keys, rows, schema, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.statements import insert_rows
 from turnwise.types import (
     GroupStatus,
-    Label,
     PolicyVersion,
     Reward,
     Session,
@@ -72,7 +73,7 @@ def fill(database: Database) -> None:
     with database.write() as conn:
         turns.append_turns(conn, [inferred_turn("t8")])
         sessions.end_session(conn, "t", "unrewarded")
-        sessions.set_label(conn, "t", "over", Label(label="golden"))
+        labels.set_label(conn, "t", "over", Label(label="golden"))
         keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key")
 
 
@@ -100,7 +101,7 @@ def fill_more(database: Database, num_groups: int, tenants: Sequence[str] = OTHE
             schema.rewards,
             schema.feedback,
             schema.trained_sessions,
-            schema.session_labels,
+            labels.session_labels,
             schema.idempotency,
         )
     }
@@ -149,7 +150,7 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
     yield schema.feedback, {"session_pk": pk, "group_id": None, "source": None, "written_by": None, **content}
     trained_in = {"session_pk": pk, "update_id": 1, "policy_version": 1, "advantages": "{}"}
     yield schema.trained_sessions, trained_in
-    yield schema.session_labels, rows.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)
+    yield labels.session_labels, labels.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)
     request = {"tenant": tenant, "session_id": group_id, "key": group_id}
     answer = {**request, "body_digest": b"", "answer": "[]", "created_at": 0}
     yield schema.idempotency, answer

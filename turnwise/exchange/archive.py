@@ -75,7 +75,7 @@ def _move(database: Database, directory: Path, before: datetime.datetime) -> ret
             if not found:
                 return total
             _write_batch(
-                directory, {name: stored_archive.select_rows(conn, name, found) for name in stored_archive.TABLES}
+                directory, {name: stored_archive.select_rows(conn, name, found) for name in stored_archive.tables()}
             )
         last = found[-1]
         total += retention.delete_all(database, functools.partial(retention.delete_unchanged, read=found))
@@ -123,7 +123,7 @@ def _sessions_in(batch: Path) -> list[tuple[str, str]]:
 def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
     import pyarrow.parquet
 
-    paths = {name: batch / f"{name}.parquet" for name in stored_archive.TABLES}
+    paths = {name: batch / f"{name}.parquet" for name in stored_archive.tables()}
     return stored_archive.grouped(
         {
             name: pyarrow.parquet.read_table(path).to_pylist()
@@ -146,7 +146,7 @@ def _write_batch(directory: Path, rows_of: dict[str, Iterator[stored_archive.Row
 
 def _require_complete(batch: Path) -> None:
     """Remove a batch that lacks a table's file, and raise: its sessions must stay in the tables."""
-    missing = sorted(name for name in stored_archive.TABLES if not (batch / f"{name}.parquet").exists())
+    missing = sorted(name for name in stored_archive.tables() if not (batch / f"{name}.parquet").exists())
     if missing:
         shutil.rmtree(batch)
         raise Conflict(

@@ -91,4 +91,6 @@ COST = Column(
     kind=dict[str, str],
     description="Its calls' cost by currency; left out without `prices`.",
 )
-EXTENSION = Extension(_add_charges, _forget_sessions, (costs,), (COST,))
+EXTENSION = Extension(
+    after_append=_add_charges, after_deletion=_forget_sessions, tables_of_tenants=(costs,), columns=(COST,)
+)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from turnwise.store import consent
+from turnwise.store import consent, extensions
 from turnwise.store.groups import is_group
 from turnwise.store.media import FILES_AT_ONCE
 from turnwise.store.rows import StoredRow
@@ -19,7 +19,6 @@ from turnwise.store.schema import (
     media,
     rewards,
     session_copies,
-    session_labels,
     session_media,
     sessions,
     trained_sessions,
@@ -30,16 +29,24 @@ from turnwise.types import Session, SessionStatus
 
 Row = Mapping[str, Any]
 
-OF_SESSIONS = (turns, rewards, feedback, trained_sessions, session_labels, session_copies, session_media)
-TABLES = {table.name: table for table in (groups, sessions, media, *OF_SESSIONS)}
+OWN_TABLES = (turns, rewards, feedback, trained_sessions, session_copies, session_media)
 ROWS_AT_ONCE = 256
 LATER_TABLES = {media.name, session_media.name}
 """Older archives have no file of these, nor the columns that became part of other tables with them."""
 
 
+def tables() -> dict[str, sa.Table]:
+    """Return the tables of an archive by name."""
+    return {table.name: table for table in (groups, sessions, media, *_of_sessions())}
+
+
+def _of_sessions() -> tuple[sa.Table, ...]:
+    return (*OWN_TABLES, *extensions.tables_of_sessions)
+
+
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
     """Yield the rows of a table that belong to these sessions, those of a session in the order of the primary key."""
-    table = TABLES[table_name]
+    table = tables()[table_name]
     of = session_media if table is media else table
     key = table.c.group_pk if table is groups else of.c.session_pk
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
@@ -58,7 +65,7 @@ def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]
 
 
 def columns_of(table_name: str) -> dict[str, type]:
-    return {column.name: column.type.python_type for column in TABLES[table_name].c}
+    return {column.name: column.type.python_type for column in tables()[table_name].c}
 
 
 class ArchivedSession(NamedTuple):
@@ -100,7 +107,7 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
         key = "reward_id" if table_name == rewards.name else "session_pk"
         if others:
             conn.execute(
-                sa.insert(TABLES[table_name]),
+                sa.insert(tables()[table_name]),
                 [{**_without(each, key), "session_pk": session_pk} for each in others],
             )
     sources = {copy["source_id"] for copy in archived.others.get(session_copies.name, ())}
@@ -144,7 +151,7 @@ def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
         groups_by_pk[row["group_pk"]] = row
         parts_of[row.get("part_of")].append(row)
     others: dict[int, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for table in OF_SESSIONS:
+    for table in _of_sessions():
         for row in rows_of.get(table.name, ()):
             others[row["session_pk"]][table.name].append(row)
     images = {(row["tenant"], row["digest"]): row for row in rows_of.get(media.name, ())}

@@ -37,9 +37,8 @@ from turnwise.store.media import read_media
 from turnwise.store.policies import names_of_policies
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import feedback, groups, session_labels, sessions, turns
+from turnwise.store.schema import feedback, groups, sessions, turns
 from turnwise.store.selection import SessionFilter, next_rows
-from turnwise.store.sessions import labels_of
 from turnwise.store.statements import is_among
 from turnwise.store.turns import turns_of
 from turnwise.store.updates import Updates, trained_in
@@ -391,20 +390,22 @@ def regression_set(
     is_held_out = sessions.c.split == Split.EVAL.value, is_over, sessions.c.num_rewards > 0, MAY_BE_TRAINED
     held_out = sa.select(sessions.c.session_pk).where(*is_held_out, sessions.c.policy_id == policy_id)
     pks = set(conn.execute(held_out.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
-    for label in labels:
-        marked = sa.select(session_labels.c.session_pk).where(session_labels.c.label == label)
-        pks.update(conn.execute(marked.order_by(session_labels.c.session_pk.desc()).limit(num_sessions)).scalars())
+    every = sa.select(sessions.c.session_pk)
+    of_label = {label: every.where(*SessionFilter(label=label).clauses()) for label in labels}
+    for marked in of_label.values():
+        pks.update(conn.execute(marked.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
     found = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
             sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id, MAY_BE_TRAINED
         )
     ).all()
-    marks = labels_of(conn, [row.session_pk for row in found])
+    own = is_among(conn.dialect, sessions.c.session_pk, sorted(row.session_pk for row in found))
+    having = {label: set(conn.execute(marked.where(own)).scalars()) for label, marked in of_label.items()}
     named = {
-        (row.tenant, row.session_id): frozenset(mark.label for mark in marks.get(row.session_pk, ())) for row in found
+        (row.tenant, row.session_id): frozenset(label for label, pks in having.items() if row.session_pk in pks)
+        for row in found
     }
     shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True, policy_id=policy_id)
-    own = is_among(conn.dialect, sessions.c.session_pk, sorted(row.session_pk for row in found))
     return list(_stream(conn, [own], shape)), named
 
 

@@ -1,4 +1,4 @@
-"""What features add to the store: columns of lists, and what follows an append or a deletion.
+"""What features add to the store: tables, columns and conditions of lists, what follows an append or a deletion.
 
 `turnwise.features` fills these lists from its tuple. The store calls them where its story says so, and knows no
 feature; all of them may be empty.
@@ -11,11 +11,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 
+from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
 ReadColumn: TypeAlias = "Callable[[sa.Connection, str, str | None, Collection[Any] | None], Mapping[Any, Any]]"
 """Takes the connection, what the rows are (`Column.of`), their tenant or None for all, and the names to read or None
 for all; returns the values by these names."""
+
+
+Condition: TypeAlias = "Callable[[Any, str | None], sa.ColumnElement[bool]]"
+"""Takes a filter's field and its tenant; returns the condition on a session's row."""
 
 
 class Column(NamedTuple):
@@ -30,6 +35,8 @@ class Column(NamedTuple):
     kind: Any
     """Its type in answers."""
     description: str
+    is_always_on: bool = False
+    """Whether lists have it in each process; else only while the step of a call that names it is on."""
 
 
 class Extension(NamedTuple):
@@ -41,13 +48,19 @@ class Extension(NamedTuple):
     """Takes the keys of sessions whose turns are to be deleted."""
     tables_of_tenants: tuple[sa.Table, ...] = ()
     """Tables whose rows go with their tenant, with a column `tenant`."""
+    tables_of_sessions: tuple[sa.Table, ...] = ()
+    """Tables whose rows are archived, restored and deleted with their session, with a column `session_pk`."""
     columns: tuple[Column, ...] = ()
+    conditions: Mapping[str, Condition] = {}
+    """By the field of `turnwise.store.selection.SessionFilter` that they are for."""
 
 
 after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
 after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
 tables_of_tenants: list[sa.Table] = []
+tables_of_sessions: list[sa.Table] = []
 columns: list[Column] = []
+conditions: dict[str, Condition] = {}
 
 
 def use(extensions: Iterable[Extension]) -> None:
@@ -56,7 +69,25 @@ def use(extensions: Iterable[Extension]) -> None:
     after_append[:] = [each.after_append for each in found if each.after_append is not None]
     after_deletion[:] = [each.after_deletion for each in found if each.after_deletion is not None]
     tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]
+    tables_of_sessions[:] = [table for each in found for table in each.tables_of_sessions]
     columns[:] = [column for each in found for column in each.columns]
+    conditions.clear()
+    conditions.update(item for each in found for item in each.conditions.items())
+
+
+def condition(name: str, value: Any, tenant: str | None) -> sa.ColumnElement[bool]:
+    """Return the condition on a session's row for a field of a filter.
+
+    Raises:
+        InvalidRequest: this process uses no feature that filters by it.
+    """
+    if name not in conditions:
+        raise InvalidRequest(f"sessions cannot be filtered by {name!r} here: the feature is not in use", param=name)
+    return conditions[name](value, tenant)
+
+
+def always_on() -> list[Column]:
+    return [each for each in columns if each.is_always_on]
 
 
 class ColumnValues(NamedTuple):
@@ -83,7 +114,9 @@ def read_columns(
         by: what the rows are.
         tenant: whose rows; None for all.
         among: the rows' names; None for all.
-        wanted: the columns; None for those of all features that have any value.
+        wanted: the columns; None for those that are always on, and of the others for those that have any value.
     """
-    read = [(each, each.read(conn, by, tenant, among)) for each in wanted or columns if by in each.of]
-    return ColumnValues([(each, values) for each, values in read if values or wanted])
+    read = [
+        (each, each.read(conn, by, tenant, among)) for each in (columns if wanted is None else wanted) if by in each.of
+    ]
+    return ColumnValues([(each, values) for each, values in read if values or wanted is not None or each.is_always_on])

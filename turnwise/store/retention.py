@@ -34,7 +34,6 @@ from turnwise.store.schema import (
     policy_versions,
     rewards,
     session_copies,
-    session_labels,
     sessions,
     token_usage,
     trained_sessions,
@@ -285,7 +284,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         .distinct()
     ).scalars()
     trained_on = tuple(sorted(versions))
-    for table in (session_labels, session_copies, feedback, trained_sessions):
+    for table in (session_copies, feedback, trained_sessions, *extensions.tables_of_sessions):
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
     for forget in extensions.after_deletion:
         forget(conn, pks)

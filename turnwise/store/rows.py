@@ -28,10 +28,9 @@ import numpy as np
 import orjson
 import sqlalchemy as sa
 
-from turnwise.store.schema import feedback, policies, policy_versions, rewards, session_labels, sessions, turns, updates
+from turnwise.store.schema import feedback, policies, policy_versions, rewards, sessions, turns, updates
 from turnwise.types import (
     Feedback,
-    Label,
     Logprobs,
     Policy,
     PolicyVersion,
@@ -189,7 +188,6 @@ TURNS = RowFormat(
     encode_document=text_if_ascii,
 )
 """A row also has its session's `session_id` and `tenant`; `finish_turn` ends it."""
-LABELS = RowFormat(Label, session_labels, free_text=("note",))
 REWARDS = RowFormat(Reward, rewards, joined=("session_id", "tenant"))
 FEEDBACK = RowFormat(Feedback, feedback, joined=("session_id", "tenant"), free_text=("source",))
 POLICIES = RowFormat(Policy, policies)

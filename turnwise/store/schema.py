@@ -21,7 +21,6 @@ import sqlalchemy as sa
 from turnwise.types import (
     ConsentMark,
     Feedback,
-    Label,
     Logprobs,
     Policy,
     PolicyVersion,
@@ -60,7 +59,7 @@ def _column_type(kind: Any) -> type[sa.types.TypeEngine[Any]]:
     return {int: sa.Integer, bool: sa.Integer, float: sa.Float, datetime.datetime: Instant}[kind]
 
 
-def _columns(
+def columns_of(
     record: type, *, key: str | None = None, omit: frozenset[str] = frozenset(), required: frozenset[str] = frozenset()
 ) -> list[sa.Column[Any]]:
     """Return one column for each field of a record.
@@ -100,7 +99,7 @@ sessions = sa.Table(
     sa.Column("session_pk", Serial, primary_key=True, autoincrement=True),
     sa.Column("group_pk", sa.ForeignKey("groups.group_pk")),
     sa.Column("num_rewards", sa.Integer, nullable=False),
-    *_columns(Session, omit=frozenset({"reward", "trained_in", "labels"})),
+    *columns_of(Session, omit=frozenset({"reward", "trained_in"})),
     sa.UniqueConstraint("tenant", "session_id"),
     index("ix_sessions_group", "tenant", "group_id"),
     index("ix_sessions_group_pk", "group_pk"),
@@ -118,21 +117,6 @@ sessions = sa.Table(
     index("ix_sessions_denied", "tenant", "session_pk", where="train = 0"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
-
-session_labels = sa.Table(
-    "session_labels",
-    metadata,
-    # The cascade removes the labels also where the session's row alone is deleted.
-    sa.Column(
-        "session_pk",
-        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    ),
-    *_columns(Label, key="label"),
-    sa.Column("tenant", sa.Text, nullable=False),
-    index("ix_session_labels_label", "label", "tenant", "session_pk"),
-)
 
 session_copies = sa.Table(
     "session_copies",
@@ -155,7 +139,7 @@ turns = sa.Table(
     "turns",
     metadata,
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
-    *_columns(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
+    *columns_of(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
     sa.UniqueConstraint("session_pk", "seq"),
     # Few calls have a key; turns without one are not indexed.
     index("ix_turns_request", "session_pk", "request_key", where="request_key IS NOT NULL", unique=True),
@@ -195,7 +179,7 @@ rewards = sa.Table(
     metadata,
     sa.Column("reward_id", Serial, primary_key=True, autoincrement=True),
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
-    *_columns(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
+    *columns_of(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
     index("ix_rewards_session", "session_pk"),
 )
 
@@ -203,7 +187,7 @@ feedback = sa.Table(
     "feedback",
     metadata,
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
-    *_columns(Feedback, omit=frozenset({"session_id", "tenant"})),
+    *columns_of(Feedback, omit=frozenset({"session_id", "tenant"})),
     sa.PrimaryKeyConstraint("session_pk", "turn_id", "kind", "name"),
 )
 
@@ -256,7 +240,7 @@ groups of imported sessions, which only SFT and DPO train; null otherwise. `part
 Where another policy has sampled in them, that policy's part of the group is a row of its own, which names the group
 here: each policy claims and trains its turns by itself. A part exists from when its group is ready."""
 
-updates = sa.Table("updates", metadata, *_columns(UpdateRecord, key="update_id"))
+updates = sa.Table("updates", metadata, *columns_of(UpdateRecord, key="update_id"))
 
 trained_sessions = sa.Table(
     "trained_sessions",
@@ -274,14 +258,14 @@ policies = sa.Table(
     "policies",
     metadata,
     sa.Column("policy_id", Serial, primary_key=True, autoincrement=True),
-    *_columns(Policy, omit=frozenset({"policy_id"})),
+    *columns_of(Policy, omit=frozenset({"policy_id"})),
     sa.UniqueConstraint("tenant", "name"),
 )
 
 policy_versions = sa.Table(
     "policy_versions",
     metadata,
-    *_columns(PolicyVersion, key="version"),
+    *columns_of(PolicyVersion, key="version"),
     index("ix_policy_versions_status", "status", "policy_id"),
     index("ix_policy_versions_policy", "policy_id", "version"),
 )
@@ -350,7 +334,7 @@ api_keys = sa.Table(
 consent_marks = sa.Table(
     "consent_marks",
     metadata,
-    *_columns(ConsentMark),
+    *columns_of(ConsentMark),
     sa.PrimaryKeyConstraint("tenant", "kind", "name"),
 )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from turnwise.store import rows
+from turnwise.store import extensions, rows
 from turnwise.store.policies import names_of_policies
 from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import SessionFilter, rows_in_batches, session_rows
@@ -150,6 +150,8 @@ class SessionRecord:
     turns: list[Turn]
     rewards: list[Reward]
     updates: Updates
+    columns: Mapping[str, Any]
+    """What features show of each session."""
 
     def views(self) -> list[TurnView]:
         return turn_views(self.turns, self.rewards, self.updates)
@@ -164,8 +166,14 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
     names = names_of_policies(conn)
     for found in rows_in_batches(conn, *wanted.clauses()):
         turns = turns_of(conn, [row.session_pk for row in found])
+        ids, always = [row.session_id for row in found], extensions.always_on()
+        columns = {
+            tenant: extensions.read_columns(conn, "session", tenant, ids, wanted=always)
+            for tenant in {row.tenant for row in found}
+        }
         for row, (session, lines, updates) in zip(found, sessions_with_lines(conn, found), strict=True):
-            yield SessionRecord(session, names.get(row.policy_id), names, turns.get(row.session_pk, []), lines, updates)
+            shown, policy = columns[row.tenant].add({}, row.session_id), names.get(row.policy_id)
+            yield SessionRecord(session, policy, names, turns.get(row.session_pk, []), lines, updates, shown)
 
 
 def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[str]) -> dict[str, str]:

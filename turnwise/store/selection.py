@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import rows
+from turnwise.store import extensions, rows
 from turnwise.store.policies import is_named
-from turnwise.store.schema import DELETED, session_labels, sessions, turns
+from turnwise.store.schema import DELETED, sessions, turns
 from turnwise.store.statements import fetch_rows, num_within, read_page, size_of
 from turnwise.types import SessionKey, SessionStatus, Split
 
 _SESSIONS_AT_ONCE = 32
 _TURNS_AT_ONCE = 500
 """Most sessions, and most turns of several sessions, that are read at once."""
+_EQUAL = frozenset(sessions.c.keys()) - {"metadata", "train"}
+"""Columns that equal the filter's field of this name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class SessionFilter:
         wanted = [
             sessions.c[field.name] == getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("label", "metadata", "policy", "train") and getattr(self, field.name) is not None
+            if field.name in _EQUAL and getattr(self, field.name) is not None
         ]
         if self.train is not None:
             # As a literal, because the index of marked sessions serves only that.
@@ -60,10 +62,7 @@ class SessionFilter:
         if self.metadata is not None:
             wanted.append(_has_metadata(self.metadata))
         if self.label is not None:
-            labelled = sa.select(session_labels.c.session_pk).where(session_labels.c.label == self.label)
-            if self.tenant is not None:
-                labelled = labelled.where(session_labels.c.tenant == self.tenant)
-            wanted.append(sessions.c.session_pk.in_(labelled))
+            wanted.append(extensions.condition("label", self.label, self.tenant))
         return wanted
 
 

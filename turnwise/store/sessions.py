@@ -1,4 +1,4 @@
-"""Sessions: their creation, their changes, their end, also by idleness, their labels, and how one is read.
+"""Sessions: their creation, their changes, their end, also by idleness, and how one is read.
 
 Every function runs in the caller's transaction, so the proxy commits all waiting writes together, and ending a session
 with a reward is one commit. A session is *finished* when it is over (ended or expired) and has a reward. The write
@@ -22,16 +22,15 @@ from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
 from turnwise.store import arms, consent, groups, rows
 from turnwise.store.rewards import add_rewards, rewards_of
 from turnwise.store.rows import to_micros
-from turnwise.store.schema import session_labels, sessions, turns
+from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import LockedSession, SessionFilter, session_row, session_rows
 from turnwise.store.statements import fetch_rows, insert_new_rows, is_among
 from turnwise.store.updates import Updates, trained_in
-from turnwise.types import Credit, Label, Reward, Session, SessionKey, SessionStatus, Split, utc_now
+from turnwise.types import Credit, Reward, Session, SessionKey, SessionStatus, Split, utc_now
 
 CLOSED_AT_ONCE = 500
 Created = tuple[Session, bool] | TurnwiseError
 """The stored session and whether it was created; or the error that rejects it."""
-MAX_LABELS = 100
 _GROUPING = frozenset({"group_id", "group_size", "split"})
 
 
@@ -214,31 +213,6 @@ def _reject_changes(fields: Collection[str], session: Session, reason: str) -> N
         )
 
 
-def set_label(conn: sa.Connection, tenant: str, session_id: str, label: Label) -> Session:
-    """Give a session a label, or replace the note of the label that it has; return the session.
-
-    Raises:
-        InvalidRequest: the session has `MAX_LABELS` other labels.
-    """
-    session_pk = session_row(conn, tenant, session_id, lock=True).session_pk
-    others = session_labels.c.session_pk == session_pk, session_labels.c.label != label.label
-    if conn.execute(sa.select(sa.func.count()).where(*others)).scalar_one() >= MAX_LABELS:
-        raise InvalidRequest(f"session {session_id!r} has {MAX_LABELS} labels, which is the limit; remove one")
-    _delete_label(conn, session_pk, label.label)
-    conn.execute(sa.insert(session_labels).values(**rows.LABELS.row(label, session_pk=session_pk, tenant=tenant)))
-    return read_session(conn, tenant, session_id)
-
-
-def remove_label(conn: sa.Connection, tenant: str, session_id: str, label: str) -> Session:
-    _delete_label(conn, session_row(conn, tenant, session_id, lock=True).session_pk, label)
-    return read_session(conn, tenant, session_id)
-
-
-def _delete_label(conn: sa.Connection, session_pk: int, label: str) -> None:
-    own = session_labels.c.session_pk == session_pk, session_labels.c.label == label
-    conn.execute(sa.delete(session_labels).where(*own))
-
-
 def read_session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
     return read_session_with_rewards(conn, tenant, session_id)[0]
 
@@ -272,7 +246,6 @@ def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> 
 def sessions_with_lines(
     conn: sa.Connection, found: Sequence[rows.StoredRow]
 ) -> Iterator[tuple[Session, list[Reward], Updates]]:
-    labels = labels_of(conn, [row.session_pk for row in found])
     lines = rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
     updates_of = trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
     for row in found:
@@ -281,16 +254,5 @@ def sessions_with_lines(
             row,
             reward=credit.session_reward(own, Credit(row.credit)),
             trained_in=tuple(update for update, _ in updates),
-            labels=labels.get(row.session_pk, ()),
         )
         yield session, own, updates
-
-
-def labels_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, tuple[Label, ...]]:
-    found = conn.execute(
-        sa.select(session_labels)
-        .where(is_among(conn.dialect, session_labels.c.session_pk, session_pks))
-        .order_by(session_labels.c.session_pk, session_labels.c.label)
-    )
-    by_session = rows.by_key(found, "session_pk", rows.LABELS.record)
-    return {session_pk: tuple(labels) for session_pk, labels in by_session.items()}

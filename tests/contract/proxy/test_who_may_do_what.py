@@ -8,13 +8,16 @@ import pytest
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
-from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
+from proxy import features
+from proxy.app import create_app
+from proxy.auth import MAY, PHRASES
 from turnwise.store import keys, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 ROLES = ("agent", "trainer", "admin")
+ACTION_OF_ROUTE = create_app(routes=features.ROUTES).state.actions
 WITHOUT_ACTION = {"GET /", "GET /healthz", "GET /readyz"}
 
 

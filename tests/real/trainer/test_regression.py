@@ -15,8 +15,10 @@ from trainer.checks.gate import Shift, judge, shifts_of
 from trainer.claims.claims import Look, Rewind, why_held
 from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
+from turnwise.features import labels
+from turnwise.features.labels import Label
 from turnwise.store import experiences, serving, sessions, versions
-from turnwise.types import Label, PolicyStatus, Role, Split
+from turnwise.types import PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
 
 
@@ -161,11 +163,11 @@ def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_rewa
     with ledger.write() as conn:
         sessions.end_session(conn, "default", "unrewarded")
         for session_id, label in (("a-0-1", "failure"), ("unrewarded", "failure"), ("held-out-0-2", "golden")):
-            sessions.set_label(conn, "default", session_id, Label(label=label))
-        found, labels = experiences.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
+            labels.set_label(conn, "default", session_id, Label(label=label))
+        found, labels_of = experiences.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
     assert [one.session_id for one in found] == ["a-0-1", "held-out-0-1", "held-out-0-2", "unrewarded"]
-    assert labels["default", "a-0-1"] == {"failure"}
-    assert labels["default", "held-out-0-1"] == set()
+    assert labels_of["default", "a-0-1"] == {"failure"}
+    assert labels_of["default", "held-out-0-1"] == set()
 
 
 def test_a_version_that_passes_the_gate_is_published_with_its_measurements(tmp_path, model, ledger):

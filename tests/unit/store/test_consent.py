@@ -157,7 +157,7 @@ def test_a_session_that_comes_back_from_an_archive_gets_the_marks_that_were_made
     add_finished(database, "s", user_id="kim")
     with database.read() as conn:
         found = conn.execute(table.select()).all()
-        rows = {name: [dict(row) for row in archive.select_rows(conn, name, found)] for name in archive.TABLES}
+        rows = {name: [dict(row) for row in archive.select_rows(conn, name, found)] for name in archive.tables()}
     with database.write() as conn:
         retention.delete_session(conn, "default", "s")
     retention.delete_all(database, lambda _: retention.Deleted())

@@ -10,11 +10,13 @@ from support.ledger_samples import add_finished, add_session, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.features import labels
+from turnwise.features.labels import Label
 from turnwise.store import claims, experiences, feedback, retention, schema, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.search import session_records
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Feedback, FeedbackKind, Label, Session, Split
+from turnwise.types import Feedback, FeedbackKind, Session, Split
 
 
 def test_a_session_has_a_limited_number_of_feedback(database, monkeypatch):
@@ -104,7 +106,7 @@ def test_a_rating_after_training_makes_the_session_ready_again_where_revisions_a
 
 def set_label(database: Database, session_id: str, label: str, note: str | None = None, tenant: str = "default"):
     with database.write() as conn:
-        return sessions.set_label(conn, tenant, session_id, Label(label=label, note=note, written_by="me"))
+        return labels.set_label(conn, tenant, session_id, Label(label=label, note=note, written_by="me"))
 
 
 def test_lists_records_and_experiences_are_filtered_by_label(database):
@@ -116,7 +118,7 @@ def test_lists_records_and_experiences_are_filtered_by_label(database):
         found, _ = sessions.list_sessions(conn, SessionFilter(tenant="a", label="golden"))
         assert [(each.tenant, each.session_id) for each in found] == [("a", "one")]
         both = [
-            (each.session.tenant, each.session.labels[0].label)
+            (each.session.tenant, each.columns["labels"][0].label)
             for each in session_records(conn, SessionFilter(label="golden"))
         ]
         assert both == [("a", "golden"), ("b", "golden")]
@@ -126,7 +128,7 @@ def test_lists_records_and_experiences_are_filtered_by_label(database):
 
 
 def test_a_session_has_a_limited_number_of_labels(database, monkeypatch):
-    monkeypatch.setattr(sessions, "MAX_LABELS", 2)
+    monkeypatch.setattr(labels, "MAX_LABELS", 2)
     add_session(database)
     set_label(database, "s", "a")
     set_label(database, "s", "b")
@@ -142,4 +144,4 @@ def test_labels_are_deleted_with_their_session(database):
     with database.write() as conn:
         retention.delete_session(conn, "default", "new")
         conn.execute(sa.delete(schema.sessions).where(schema.sessions.c.session_id == "old"))
-        assert conn.execute(sa.select(schema.session_labels)).all() == []
+        assert conn.execute(sa.select(labels.session_labels)).all() == []

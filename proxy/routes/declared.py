@@ -1,0 +1,29 @@
+"""What a feature adds to the control plane: its routes, the action of each, and models of their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+
+if TYPE_CHECKING:
+    from proxy.routes.models import Answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The routes of one feature."""
+
+    router: APIRouter
+    actions: Mapping[str, str]
+    """The action of each route, as `proxy.auth.ACTION_OF_ROUTE` has those of the core."""
+    answers: Callable[[], Iterable[type[Answer]]] = tuple
+    """Makes the models of answers, which only the OpenAPI document needs: pydantic takes long for them."""
+
+
+def load_routes(modules: Iterable[str]) -> list[Routes]:
+    """Return `ROUTES` of each module."""
+    return [importlib.import_module(module).ROUTES for module in modules]
