@@ -193,7 +193,7 @@ def copy_turns(connection: sa.Connection, first_pk: int, last_pk: int) -> None:
         "turn_id": turn_id(turns.seq),
         "parent_turn_id": sa.case((turns.seq > 0, turn_id(turns.seq - 1))),
         "chain_id": turn_id(sa.literal(0)),
-        "policy_id": sa.case((sa.and_(sessions.session_pk % SHARED_EVERY == 0, turns.seq == 1), 1)),
+        "policy_id": sa.case((sa.and_(sessions.session_pk % SHARED_EVERY == 0, turns.seq == 1), 1), else_=0),
     }
     found = (
         sa.select(*(own.get(column.name, column).label(column.name) for column in turns))

@@ -101,7 +101,7 @@ def play(database: Database, size: Size, num_sessions: int, num_turns: int, poli
         )
         with database.write() as connection:
             sessions.create_session(connection, session)
-            append_turns(connection, _turns(session.session_id, size, num_turns, number))
+            append_turns(connection, _turns(session, size, num_turns, number))
             reward = Reward(session_id=session.session_id, value=float(number % GROUP_SIZE == 0))
             rewards.add_rewards(connection, [reward])
             sessions.end_session(connection, session.tenant, session.session_id)
@@ -120,7 +120,7 @@ def advantages(found: Sequence[Experience]) -> list[np.ndarray]:
     return those.of_turns(by_bucket(those.values, those.buckets, normalised))
 
 
-def _turns(session_id: str, size: Size, num_turns: int, number: int) -> list[Turn]:
+def _turns(session: Session, size: Size, num_turns: int, number: int) -> list[Turn]:
     rng = np.random.default_rng([num_turns, number])
     shared = np.random.default_rng([num_turns, 0, number // GROUP_SIZE])
     turns: list[Turn] = []
@@ -129,10 +129,11 @@ def _turns(session_id: str, size: Size, num_turns: int, number: int) -> list[Tur
         before = turns[-1].prompt_length + size.sampled if turns else 0
         turns.append(
             Turn(
-                turn_id=f"{session_id}-{index}",
-                session_id=session_id,
+                turn_id=f"{session.session_id}-{index}",
+                session_id=session.session_id,
+                policy_id=session.policy_id,
                 parent_turn_id=turns[-1].turn_id if turns else None,
-                chain_id=f"{session_id}-0",
+                chain_id=f"{session.session_id}-0",
                 prompt_delta=fresh,
                 prompt_length=before + len(fresh),
                 token_ids=_tokens(rng, size, size.sampled),

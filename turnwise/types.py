@@ -318,8 +318,8 @@ class Turn:
     dialect: str = "chat"
     """Wire format of the call: chat, completions, responses, messages or gemini."""
     model: str = ""
-    policy_id: int | None = None
-    """The policy that sampled it, as all turns of its chain; None for its session's own."""
+    policy_id: int = DEFAULT_POLICY
+    """The policy that sampled it, as all turns of its chain."""
     messages: list[Json] = dataclasses.field(default_factory=list)
     """Messages after the parent's reply; at the root, all messages."""
     tools: list[Json] | None = None
@@ -376,10 +376,6 @@ class Turn:
     known."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
-
-    def policy_or(self, own: int) -> int:
-        """Return the policy that sampled it, where `own` is its session's."""
-        return own if self.policy_id is None else self.policy_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

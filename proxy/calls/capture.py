@@ -193,12 +193,12 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
 def _common(running: Running) -> dict[str, Any]:
     """Return the fields that all turns of a call have in common: of the request, the session, and times so far."""
     call, lane, first = running.call, running.lane, running.first_token_at
-    session, own_policy = running.place.session, running.place.live.session.policy_id
+    session = running.place.session
     return {
         "session_id": session.session_id,
         "tenant": session.tenant,
         "session_created_at": session.created_at,
-        "policy_id": None if session.policy_id == own_policy else session.policy_id,
+        "policy_id": session.policy_id,
         "step": call.step,
         "dialect": call.dialect.name,
         "sampling": call.sampling if lane is None else lane.engine.effective_sampling(call),

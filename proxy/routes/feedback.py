@@ -217,7 +217,7 @@ def _group(
             "reply as kind `comment`",
             param="turn_id",
         )
-    original = dataclasses.replace(original, policy_id=asked[0].policy_or(original.policy_id))
+    original = dataclasses.replace(original, policy_id=asked[0].policy_id)
     for turn in asked[1:]:
         principal.require_session(turn.session_id)
         keys, first_keys = (token_keys(each.prompt_delta, images_of([each])) for each in (turn, asked[0]))

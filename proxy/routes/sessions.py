@@ -254,7 +254,7 @@ async def fork_turn(
         turn = turns.find_turn(connection, principal.tenant, forked_id, turn_id=turn_id)
         if turn is None:
             return held, held.policy_id, 0
-        return held, turn.policy_or(held.policy_id), turn.prompt_length + len(turn.token_ids)
+        return held, turn.policy_id, turn.prompt_length + len(turn.token_ids)
 
     forked, policy_id, num_tokens = await services.database.fetch(read)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
@@ -335,7 +335,7 @@ async def list_turns(
         views, more = turns.read_turns(
             connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=whole, max_bytes=size
         )
-        return page(_turns_json(connection, principal.tenant, session_id, views), has_more=more)
+        return page(_turns_json(connection, views), has_more=more)
 
     return await services.database.fetch(read)
 
@@ -346,14 +346,14 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 
     def read(connection: Connection) -> Json:
         view = turns.read_turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
-        return _turns_json(connection, principal.tenant, view.turn.session_id, [view])[0]
+        return _turns_json(connection, [view])[0]
 
     return answer(await services.database.fetch(read))
 
 
-def _turns_json(connection: Connection, tenant: str, session_id: str, views: Sequence[turns.TurnView]) -> list[Json]:
-    own, names = selection.session_row(connection, tenant, session_id).policy_id, policies.names_of_policies(connection)
-    return [turn_json(view) | {"policy": names.get(view.turn.policy_or(own))} for view in views]
+def _turns_json(connection: Connection, views: Sequence[turns.TurnView]) -> list[Json]:
+    names = policies.names_of_policies(connection)
+    return [turn_json(view) | {"policy": names.get(view.turn.policy_id)} for view in views]
 
 
 @router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))

@@ -219,7 +219,7 @@ async def recompute_logprobs(
     def read(connection: Connection) -> tuple[TurnView, Session]:
         view = turns.read_turn(connection, principal.tenant, turn_id)
         session = sessions.read_session(connection, principal.tenant, view.turn.session_id)
-        return view, dataclasses.replace(session, policy_id=view.turn.policy_or(session.policy_id))
+        return view, dataclasses.replace(session, policy_id=view.turn.policy_id)
 
     view, session = await services.database.fetch(read)
     _check_repeatable(view)

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from proxy.sessions.conversation import ConversationDigests, reply_digest, tool_call_ids
-from turnwise.types import Json, Role, TokenIds
+from turnwise.types import DEFAULT_POLICY, Json, Role, TokenIds
 
 PIECE_BYTES = 160
 """Memory of a piece of ids beside its text, roughly: the two objects."""
@@ -78,8 +78,7 @@ class KnownTurn:
     """The part of a stored turn that is needed to extend it."""
 
     turn_id: str
-    policy_id: int | None = None
-    """The policy that sampled it; None for its session's own."""
+    policy_id: int = DEFAULT_POLICY
     parent_turn_id: str | None
     chain_id: str
     num_messages: int

@@ -70,7 +70,7 @@ class InferredSessions:
         """Let calls of an API key find a session by these turns."""
         session = live.session
         for turn in turns:
-            caller = session.tenant, key_id, session.policy_id if turn.policy_id is None else turn.policy_id
+            caller = session.tenant, key_id, turn.policy_id
             self._ids.add(caller, turn.history_digest, session.session_id)
             for call_id in turn.call_ids:
                 self._ids.add(caller, call_id.encode(), session.session_id)
@@ -124,7 +124,7 @@ class InferredSessions:
             is_complete: whether these are all candidates of the store, not only those in memory.
         """
         candidates = [(live, turn) for live, turn in candidates if not turn.is_aborted] or candidates
-        known_ids = [live.forest_of(turn.policy_id).call_ids(turn) for live, turn in candidates]
+        known_ids = [live.forests[turn.policy_id].call_ids(turn) for live, turn in candidates]
         same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
         is_other_run = bool(call_ids) and any(known_ids)
         if not same_run and is_other_run and not is_complete:
@@ -164,7 +164,7 @@ class InferredSessions:
                 continue
             if refresh:
                 await self._cache.refresh(live)
-            for forest in (live.others.get(caller[2], live.forest), live.forest, *live.others.values()):
+            for forest in (live.forests[caller[2]], live.forests[live.session.policy_id], *live.forests.values()):
                 if turns := forest.by_history.get(digest) or forest.by_dialogue.get(digest, ()):
                     found += [(live, turn) for turn in turns]
                     break

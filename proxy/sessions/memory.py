@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from proxy.auth import Principal, session_deleted
@@ -51,10 +52,8 @@ class LiveSession:
     """A session in memory."""
 
     session: Session
-    forest: TurnForest = dataclasses.field(default_factory=TurnForest)
-    """The turns of the session's own policy."""
-    others: dict[int, TurnForest] = dataclasses.field(default_factory=dict)
-    """The turns of other policies: a chain has one policy, and so have the roles that chains have beside each other."""
+    forests: defaultdict[int, TurnForest] = dataclasses.field(default_factory=lambda: defaultdict(TurnForest))
+    """The turns by policy: a chain has one policy, and so have the roles that chains have beside each other."""
     key: SessionKey = dataclasses.field(init=False)
     """Tenant and id."""
     _document_bytes: int = dataclasses.field(init=False)
@@ -66,20 +65,10 @@ class LiveSession:
 
     @property
     def num_bytes(self) -> int:
-        num_bytes = SESSION_BYTES + self._document_bytes + self.forest.num_bytes
-        return num_bytes + sum([each.num_bytes for each in self.others.values()])
-
-    def forest_of(self, policy_id: int | None) -> TurnForest:
-        """Return the turns of a policy, to which more can be added; None is the session's own policy."""
-        if policy_id in (None, self.session.policy_id):
-            return self.forest
-        return self.others.setdefault(policy_id, TurnForest())
+        return SESSION_BYTES + self._document_bytes + sum([each.num_bytes for each in self.forests.values()])
 
     def by_id(self) -> dict[str, KnownTurn]:
-        found = self.forest.by_id.copy()
-        for forest in self.others.values():
-            found |= forest.by_id
-        return found
+        return {turn_id: turn for forest in self.forests.values() for turn_id, turn in forest.by_id.items()}
 
     def __post_init__(self) -> None:
         self.key = self.session.tenant, self.session.session_id
@@ -148,7 +137,7 @@ class LiveSessions:
         """
         num_bytes = live.token_bytes
         for turn in turns:
-            forest = live.forest if turn.policy_id is None else live.forest_of(turn.policy_id)
+            forest = live.forests[turn.policy_id]
             known = forest.add(turn)
             if known.tokens is not None:
                 parent = forest.by_id.get(known.parent_turn_id or "")
@@ -177,7 +166,7 @@ class LiveSessions:
     def _drop_tokens(self, live: LiveSession) -> None:
         self._with_tokens.drop(live.key)
         live.token_bytes = 0
-        for forest in (live.forest, *live.others.values()):
+        for forest in live.forests.values():
             for turn in forest.by_id.values():
                 turn.tokens = None
 

@@ -157,10 +157,9 @@ class Sessions:
         Pinned parameters replace the call's before its conversation is read, because the template prints some of them;
         what `_read_to_search` returned is read again only where the session's own pins change that.
         """
-        session, forest = live.session, live.forest
+        session = live.session
         # Where the caller has named the session, it is the session's own policy that samples what names none.
         if (call.names_policy or inferred_by is not None) and call.policy_id != session.policy_id:
-            forest = live.forest_of(call.policy_id)
             session = dataclasses.replace(session, policy_id=call.policy_id, arm=None)  # an arm is of the own policy
         self.cache.pins.apply(call, session, principal.root_key_id)
         is_pinned = bool(self._settings.sampling_pins or session.sampling)
@@ -168,7 +167,7 @@ class Sessions:
             is_pinned and searched.context != context_digest(call.tools, template_arguments(call.body))
         ):
             searched = await self.conversations.read(call, principal, self.cache.fields_read)
-        return CallPlace(live, session, forest, searched, inferred_by)
+        return CallPlace(live, session, live.forests[session.policy_id], searched, inferred_by)
 
     async def _open_next(self, over: LiveSession, call: Call, key_id: str) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
@@ -232,7 +231,7 @@ class Sessions:
                 await extend(
                     place, call, parent, tokens, self.template, self._threads, context_tokens=limit, keep_thinking=keep
                 )
-        if live.others and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
+        if len(live.forests) > 1 and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
             place.reason = "policy_changed"
 
     async def _reserve_deepest(self, place: CallPlace, call: Call) -> KnownTurn | None:
@@ -424,5 +423,5 @@ def _goes_on_from_another_policy(place: CallPlace) -> bool:
     """Return whether another policy's turns have replies of the conversation that the call's own turns have not."""
     first, conversation = 0 if place.parent is None else place.parent.num_messages, place.conversation
     digests = {conversation.dialogue[index] for index in conversation.replies if index >= first}
-    forests = (place.live.forest, *place.live.others.values())
-    return any(not digests.isdisjoint(each.by_dialogue) for each in forests if each is not place.forest)
+    others = (each for each in place.live.forests.values() if each is not place.forest)
+    return any(not digests.isdisjoint(each.by_dialogue) for each in others)

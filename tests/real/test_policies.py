@@ -133,7 +133,8 @@ def test_two_policies_of_one_session_extend_their_own_tokens_under_their_own_wei
         call("solver", list(said["planner"]), "Take over.")
     views = proxy.turns("team")
     assert [view.turn.policy_version_first for view in views] == versions
-    assert [None if view.turn.policy_id is None else "solver" for view in views] == [*[None, "solver"] * 4, "solver"]
+    planner, solver = 1, 2  # in the order of their creation
+    assert [view.turn.policy_id for view in views] == [*[planner, solver] * 4, solver]
     parents = {view.turn.turn_id: view.turn.seq for view in views}
     assert [parents.get(view.turn.parent_turn_id or "") for view in views] == [None, None, 0, 1, 2, 3, 4, 5, None]
     assert [view.turn.reason for view in views] == [*[None] * 8, "policy_changed"]

@@ -46,7 +46,8 @@ def add_session(
         prefix = session_id if session.tenant == "default" else f"{session.tenant}-{session_id}"
         parent: Turn | None = None
         for number in range(1, turns + 1):
-            turn = make_turn(f"t{number}", parent, session_id=session_id, tenant=session.tenant, **of_turns)
+            of_session = {"session_id": session_id, "tenant": session.tenant, "policy_id": session.policy_id}
+            turn = make_turn(f"t{number}", parent, **of_session | of_turns)
             parent_id = None if parent is None else parent.turn_id
             name = f"{prefix}-t{number}"
             chain_id = f"{prefix}-t1"

@@ -51,6 +51,7 @@ from turnwise.store.notices import Activity, TrainerStatus
 from turnwise.store.search import Contents
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
+    DEFAULT_POLICY,
     ConsentMark,
     ConsentOf,
     Feedback,
@@ -311,7 +312,7 @@ OF_TENANT: dict[str, Ask] = {
     ),
     "a session's own rewards": lambda c: sessions.read_session_with_rewards(c, "t", "s"),
     "changes": lambda c: overview.read_state(c, "t"),
-    "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over")),
+    "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over"), DEFAULT_POLICY),
     "a page of turns": lambda c: turns.read_turns(c, "t", "s", whole_prompt=False, max_bytes=1),
     "a later page of turns": lambda c: turns.read_turns(c, "t", "s", after="t-s-t1", max_bytes=1),
     "whole turns": lambda c: turns.read_turns(c, "t", "s"),

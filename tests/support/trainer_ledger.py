@@ -80,6 +80,7 @@ class Rollouts:
             turn = Turn(
                 turn_id=f"{session_id}-t{number}",
                 session_id=session_id,
+                policy_id=self.policy_id,
                 parent_turn_id=turns[-1].turn_id if turns else None,
                 chain_id=f"{session_id}-t0",
                 prompt_delta=np.array(fresh, np.int32),

@@ -27,8 +27,8 @@ OF_THE_STORE = frozenset(
 def session_document(record: search.SessionRecord) -> Json:
     """Return a session with its turns in order of `seq`, and its effective rewards in order of arrival."""
     document: Json = values_of(record.session) | {"policy": record.policy} | values_of(record.columns)
-    own, names = record.session.policy_id, record.policies
-    document["turns"] = [_turn(view) | {"policy": names.get(view.turn.policy_or(own))} for view in record.views()]
+    names = record.policies
+    document["turns"] = [_turn(view) | {"policy": names.get(view.turn.policy_id)} for view in record.views()]
     document["rewards"] = _lines(latest_lines(record.rewards))
     return document
 

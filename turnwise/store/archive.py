@@ -105,10 +105,12 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
         insert_ignoring(conn, media, image)
     for table_name, others in archived.others.items():
         key = "reward_id" if table_name == rewards.name else "session_pk"
+        # The turns of an archive of before several policies are of their session's.
+        of_turns = {"policy_id": row["policy_id"]} if table_name == turns.name else {}
         if others:
             conn.execute(
                 sa.insert(tables()[table_name]),
-                [{**_without(each, key), "session_pk": session_pk} for each in others],
+                [{**of_turns, **_without(each, key), "session_pk": session_pk} for each in others],
             )
     sources = {copy["source_id"] for copy in archived.others.get(session_copies.name, ())}
     consent.inherit(conn, (row["tenant"], row["session_id"]), sources)

@@ -177,9 +177,9 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
     # Copies were sampled in another session, and turns of other policies by versions that are not compared.
-    is_sampled = turns.c.reason.is_distinct_from(FORKED), turns.c.policy_id.is_(None)
+    is_sampled = turns.c.reason.is_distinct_from(FORKED)
     finished = (
-        sa.select(sessions.c.session_pk, sessions.c.credit, sessions.c.arm)
+        sa.select(*(sessions.c[name] for name in ("session_pk", "credit", "arm", "policy_id")))
         .where(
             *conditions,
             sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
@@ -198,7 +198,7 @@ def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[
             sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
         )
         .join_from(finished, turns, turns.c.session_pk == finished.c.session_pk)
-        .where(*is_sampled)
+        .where(is_sampled, turns.c.policy_id == finished.c.policy_id)
         .group_by(*finished.c)
     ).all()
     lines = rewards_of(conn, [row.session_pk for row in found])

@@ -209,7 +209,7 @@ def oldest_version_in_flight(
             # The databases must search from the active sessions on: most open groups may be old.
             unindexed(groups.c.status) == GroupStatus.OPEN.value,
             groups.c.imported.is_(None),
-            sa.func.coalesce(turns.c.policy_id, sessions.c.policy_id) == policy_id,
+            turns.c.policy_id == policy_id,
             sessions.c.status.in_([status.value for status in SessionStatus]),
             sessions.c.last_active_at >= to_micros(active_since),
             turns.c.reason.is_distinct_from(FORKED),  # a copy is not trained, and may be of any age

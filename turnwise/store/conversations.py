@@ -64,7 +64,7 @@ def sessions_of_conversation(
     longest first. Returned are the digest that was found and the ids of the
     newest sessions, oldest first.
     """
-    column, sampled_by = turns.c[by], sa.func.coalesce(turns.c.policy_id, sessions.c.policy_id)
+    column = turns.c[by]
     found = conn.execute(
         sa.select(column.label("digest"), sessions.c.session_id)
         .distinct()
@@ -74,7 +74,7 @@ def sessions_of_conversation(
             turns.c.inferred_by == key_id,
             column.in_(digests),
             sessions.c.tenant == tenant,
-            sa.true() if policy_id is None else sampled_by == policy_id,
+            sa.true() if policy_id is None else turns.c.policy_id == policy_id,
             sessions.c.status == SessionStatus.OPEN.value,
         )
         .order_by(sessions.c.session_pk)

@@ -125,18 +125,14 @@ def experiences_of_groups(
     return _stream(conn, clauses, shape)
 
 
-def session_credit(conn: sa.Connection, session_pk: int, policy_id: int | None = None) -> SessionCredit | None:
-    """Return the rewards and returns of a session's turns under its own credit policy; None without a reward.
-
-    They are those of the turns of one policy; None is the session's own.
-    """
+def session_credit(conn: sa.Connection, session_pk: int, policy_id: int) -> SessionCredit | None:
+    """Return the rewards and returns of one policy's turns in a session, under its credit; None without a reward."""
     lines = rewards_of(conn, [session_pk]).get(session_pk)
     if not lines:
         return None
-    columns = sessions.c.credit, sessions.c.gamma, sessions.c.policy_id
+    columns = sessions.c.credit, sessions.c.gamma
     row = conn.execute(sa.select(*columns).where(sessions.c.session_pk == session_pk)).one()
-    of = row.policy_id if policy_id is None else policy_id
-    turns = _of_policy(turns_of(conn, [session_pk])[session_pk], row.policy_id, of)
+    turns = _of_policy(turns_of(conn, [session_pk])[session_pk], policy_id)
     return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
 
 
@@ -159,18 +155,18 @@ def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sh
             return
         for row in found:
             pk = row.session_pk
-            for policy_id in dict.fromkeys(turn.policy_or(row.policy_id) for turn in turns.get(pk, [])):
+            for policy_id in dict.fromkeys(turn.policy_id for turn in turns.get(pk, [])):
                 if shape.policy_id in (None, policy_id):
-                    own = [_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), row.policy_id, policy_id)]
+                    own = [_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), policy_id)]
                     found_of = _of_session(row, own, lines.get(pk, []), updates_of.get(pk, ()), hints[pk], shape)
                     yield from (dataclasses.replace(one, policy_id=policy_id) for one in found_of)
 
 
-def _of_policy(turns: Iterable[Turn], own: int, policy_id: int) -> list[Turn]:
-    """Return turns of a session with this own policy: those of other policies than the wanted one as untrainable."""
+def _of_policy(turns: Iterable[Turn], policy_id: int) -> list[Turn]:
+    """Return the turns of a session: those of other policies than the wanted one as untrainable."""
     return [
         turn
-        if turn.policy_or(own) == policy_id
+        if turn.policy_id == policy_id
         else dataclasses.replace(turn, outcome=Outcome.UNTRAINABLE, reason="other_policy")
         for turn in turns
     ]
@@ -366,7 +362,7 @@ def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple
         .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
         .where(
             sessions.c.split == Split.EVAL.value,
-            turns.c.policy_id.is_(None),
+            turns.c.policy_id == sessions.c.policy_id,
             sa.tuple_(sessions.c.tenant, sessions.c.session_id).in_(list(keys)),
         )
     ).one()
@@ -454,10 +450,13 @@ def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]
     rows = [row for row in found if row.opened_by != IMPORT]
     stored = turns_of(conn, [row.session_pk for row in rows])
     sampled = {
-        pk: [turn for turn in turns if turn.reason != FORKED and turn.policy_id is None] for pk, turns in stored.items()
+        row.session_pk: [
+            turn for turn in stored.get(row.session_pk, ()) if turn.reason != FORKED and turn.policy_id == row.policy_id
+        ]
+        for row in rows
     }
     return [
         Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
         for row in rows
-        if sampled.get(row.session_pk)
+        if sampled[row.session_pk]
     ]

@@ -93,10 +93,11 @@ def _fork(turn: Turn, session: Session) -> Turn:
 def copy_of(turn: Turn, session: Session, **changes: Any) -> Turn:
     """Return a turn as another session stores it, which no retry and no call without a session's name finds.
 
-    The policy that sampled it, as all turns of its chain, is the other session's own.
+    It counts as sampled by the other session's policy, as all turns of its chain.
     """
-    unnamed: dict[str, Any] = dict.fromkeys(("request_key", "request_digest", "inferred_by", "digest", "policy_id"))
-    return dataclasses.replace(turn, session_id=session.session_id, seq=-1, **unnamed | changes)
+    unnamed: dict[str, Any] = dict.fromkeys(("request_key", "request_digest", "inferred_by", "digest"))
+    own: dict[str, Any] = {"session_id": session.session_id, "policy_id": session.policy_id, "seq": -1}
+    return dataclasses.replace(turn, **own | unnamed | changes)
 
 
 def note_copy(conn: sa.Connection, session: Session, source_ids: Collection[str], made_by: str) -> None:

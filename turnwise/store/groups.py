@@ -301,12 +301,12 @@ def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
         .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
         .join(turns, turns.c.session_pk == sessions.c.session_pk)
         .where(
-            is_among(conn.dialect, groups.c.group_pk, group_pks),
+            is_among(conn.dialect, sessions.c.group_pk, group_pks),
             unindexed(groups.c.status) != GroupStatus.OPEN.value,
             sessions.c.status != SessionStatus.OPEN.value,
             sessions.c.num_rewards > 0,
             sessions.c.train == 1,
-            turns.c.policy_id.is_not(None),
+            turns.c.policy_id != groups.c.policy_id,
             turns.c.outcome.in_(_TRAINABLE),
         )
         .group_by(groups.c.group_pk, turns.c.policy_id)
@@ -348,7 +348,7 @@ def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[in
         .where(
             is_among(conn.dialect, turns.c.session_pk, session_pks),
             turns.c.outcome.in_(_TRAINABLE),
-            turns.c.policy_id.is_(None),
+            turns.c.policy_id == sessions.c.policy_id,
         )
         .group_by(sessions.c.group_pk)
     )

@@ -295,7 +295,7 @@ class PolicySummary:
 def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[int, PolicySummary]:
     """Return what each policy holds, by its number; with a tenant, of the policies and the sessions that it may read.
 
-    It counts the sessions one by one.
+    It counts the sessions and the policies of their turns one by one.
     """
     c, own = policy_versions.c, sessions.c
     is_served = c.status == PolicyStatus.ACTIVE.value
@@ -311,7 +311,7 @@ def summarise_policies(conn: sa.Connection, tenant: str | None = None) -> dict[i
     counted = sa.select(own.policy_id, sa.func.count()).group_by(own.policy_id)
     num_sessions = collections.Counter({row[0]: row[1] for row in conn.execute(counted.where(is_counted))})
     others = sa.select(turns.c.policy_id, sa.func.count(sa.distinct(turns.c.session_pk))).join_from(turns, sessions)
-    others = others.where(turns.c.policy_id.is_not(None), is_counted)
+    others = others.where(turns.c.policy_id != own.policy_id, is_counted)
     num_sessions.update({row[0]: row[1] for row in conn.execute(others.group_by(turns.c.policy_id))})
     found = {}
     for policy in list_policies(conn, tenant):

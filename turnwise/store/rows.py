@@ -237,7 +237,7 @@ def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
-    others = [value for value in (row["support"], row["images"], row["policy_id"]) if value is not None]
+    others = [value for value in (row["support"], row["images"], row["policy_id"]) if value]
     return _digest(b"turn", (*_turn_values(row), *others) if others else _turn_values(row))
 
 

@@ -149,8 +149,7 @@ turns = sa.Table(
     index("ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest", where="inferred_by IS NOT NULL"),
     # Calls that did not fail are not indexed by time.
     index("ix_turns_failed", "created_at", where="outcome = 'error'"),
-    # Nearly all turns are of their session's own policy.
-    index("ix_turns_policy", "session_pk", "policy_id", where="policy_id IS NOT NULL"),
+    index("ix_turns_policy", "session_pk", "policy_id"),
 )
 
 media = sa.Table(

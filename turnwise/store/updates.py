@@ -80,14 +80,13 @@ def trained_shares(conn: sa.Connection, tenant: str | None = None) -> list[Train
     held, t, g = sessions.c, turns.c, groups.c
     own = held.tenant == tenant if tenant is not None else held.session_pk > 0  # read backwards by an index
     s = sa.select(sessions).where(own).order_by(held.session_pk.desc()).limit(COUNTED_SESSIONS).subquery().c
-    of_part = sa.and_(g.part_of == s.group_pk, g.policy_id == t.policy_id)
     size = (size_of(conn.dialect, t.token_ids) // TOKEN_BYTES).label("size")
     names = s.tenant, s.agent, s.key_id.label("key"), policies_table.c.name.label("policy")
     found = conn.execute(
         sa.select(t.turn_id, t.session_pk, t.outcome, t.reason, t.role, t.sampling, size, *names)
         .add_columns(t.support.is_not(None).label("has_support"), g.reason.label("refusal"))
         .join_from(turns, s.session_pk.table, t.session_pk == s.session_pk)
-        .join(groups, sa.or_(sa.and_(t.policy_id.is_(None), g.group_pk == s.group_pk), of_part))
+        .join(groups, sa.and_(g.policy_id == t.policy_id, sa.or_(g.group_pk == s.group_pk, g.part_of == s.group_pk)))
         .join(policies_table, policies_table.c.policy_id == g.policy_id)
         .where(g.status.in_([GroupStatus.TRAINED.value, GroupStatus.DROPPED.value]))
         .order_by(t.session_pk.desc(), t.seq.desc())

@@ -139,9 +139,9 @@ async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
     again = await sessions.cache.open(stored[0])
     assert again is not first
     assert len(read_turns) == 3
-    assert list(again.forest.by_id) == ["long-t1", "long-t2", "long-t3"]
-    for turn_id, turn in first.forest.by_id.items():
-        same = again.forest.by_id[turn_id]
+    assert list(again.by_id()) == ["long-t1", "long-t2", "long-t3"]
+    for turn_id, turn in first.by_id().items():
+        same = again.by_id()[turn_id]
         assert (same.history_digest, same.prompt_digest, same.num_messages, same.has_child) == (
             turn.history_digest,
             turn.prompt_digest,

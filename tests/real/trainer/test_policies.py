@@ -24,7 +24,7 @@ from turnwise.store.notices import TrainerState, trainer_statuses
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
 from turnwise.store.updates import list_update_views, list_updates
-from turnwise.types import Reward, Session, Turn
+from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
 from turnwise.version_directory import read_manifest
 
 
@@ -81,7 +81,7 @@ def play_together(db, model, other, *, stored):
                     chain_id=f"{session_id}-{number}",
                     session_id=session_id,
                     step=number,
-                    policy_id=policy_id if stored == {0, other} and policy_id else None,
+                    policy_id=policy_id if stored == {0, other} else DEFAULT_POLICY,
                     prompt_delta=np.array(prompt, np.int32),
                     prompt_length=len(prompt),
                     token_ids=np.array(sampled, np.int32),

@@ -44,7 +44,7 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
 
 def place_of(call: Call, reason: str | None = None) -> CallPlace:
     live = LiveSession(SESSION)
-    return CallPlace(live, SESSION, live.forest, conversation_of(call), reason=reason)
+    return CallPlace(live, SESSION, live.forests[0], conversation_of(call), reason=reason)
 
 
 def extending(call: Call) -> CallPlace:

@@ -116,7 +116,7 @@ async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     engine.adapters[3] = Lane(engine, 3, adapter_name(3))
     call = ChatCompletions().parse({"echo": True})
     with pytest.raises(InvalidRequest, match="LoRA"):
-        await engine.sample(call, CallPlace(live, live.session, live.forest, conversation_of(call)), "", {})
+        await engine.sample(call, CallPlace(live, live.session, live.forests[0], conversation_of(call)), "", {})
 
 
 async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):

@@ -10,7 +10,7 @@ from support.conversations import conversation_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.forest import KnownTurn, TurnForest, encode_ids
+from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace, extend
 from proxy.sessions.rendering import NUM_THREADS, LongestTokens, RenderThreads
@@ -91,8 +91,8 @@ async def placed(template, *after, limit=50_000.0):
     tokens = encode_ids(np.arange(3, dtype=np.int32))
     digests = dict.fromkeys(("history_digest", "messages_digest", "dialogue_digest", "prompt_digest"), b"")
     parent = KnownTurn(turn_id="t", parent_turn_id=None, chain_id="t", num_messages=2, tokens=tokens, **digests)
-    live = LiveSession(Session(session_id="s"), TurnForest())
-    place = CallPlace(live, live.session, live.forest, conversation_of(wanted))
+    live = LiveSession(Session(session_id="s"))
+    place = CallPlace(live, live.session, live.forests[0], conversation_of(wanted))
     await extend(place, wanted, parent, tokens, template, RenderThreads(), context_tokens=limit, keep_thinking=False)
     return place
 

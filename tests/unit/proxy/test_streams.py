@@ -105,7 +105,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     call = dialect.parse(body)
     live = LiveSession(Session(session_id="s", tenant="team"))
-    place = CallPlace(live, live.session, live.forest, conversation_of(call))
+    place = CallPlace(live, live.session, live.forests[0], conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
     state = Running(call, place, attempt)
     engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)

@@ -168,7 +168,8 @@ def add_shared(database: Database, session_id: str, sampled: Mapping[int | None,
         sessions.create_session(conn, Session(session_id=session_id, **fields))
         for number, (policy_id, version) in enumerate(sampled.items(), 1):
             turn_id = f"{session_id}-{'own' if policy_id is None else policy_id}"
-            chain = {"turn_id": turn_id, "chain_id": turn_id, "policy_id": policy_id}
+            own = fields.get("policy_id", DEFAULT_POLICY)
+            chain = {"turn_id": turn_id, "chain_id": turn_id, "policy_id": own if policy_id is None else policy_id}
             turn = make_turn(f"t{number}", session_id=session_id, tools=None)
             append_turns(conn, [dataclasses.replace(turn, **chain | sampled_by(version))])
 

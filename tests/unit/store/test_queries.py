@@ -287,8 +287,7 @@ def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_ope
     for session_id, fields in sessions.items():
         add_session(database, session_id, turns=0, **fields)
         by = None if session_id == "named" else "key"
-        turn = make_turn("t1", session_id=session_id, history_digest=session_id.encode(), inferred_by=by)
-        turn = dataclasses.replace(turn, tenant=fields.get("tenant", turn.tenant))
+        turn = make_turn("t1", session_id=session_id, history_digest=session_id.encode(), inferred_by=by, **fields)
         with database.write() as connection:
             turns.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1")])
     finish(database, "over")
@@ -315,7 +314,7 @@ def test_a_session_has_the_credit_of_its_own_policy(database):
     with database.write() as connection:
         rewards.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
     with database.read() as connection:
-        credit = experiences.session_credit(connection, selection.session_row(connection, "default", "s").session_pk)
+        credit = experiences.session_credit(connection, selection.session_row(connection, "default", "s").session_pk, 0)
     assert credit.turn_rewards == {"s-t1": 1.0, "s-t2": 1.0}
     # 1 + 0.5 * 1 = 1.5
     assert credit.turn_returns == {"s-t1": 1.5, "s-t2": 1.0}

@@ -260,7 +260,7 @@ def _store(conn: Connection, unit: _Unit, rule: ImportRule) -> None:
         _, is_new = stored_sessions.create_session(conn, session)
         if not is_new:
             continue  # another import stored it meanwhile
-        stored_turns.append_turns(conn, turns)
+        stored_turns.append_turns(conn, [dataclasses.replace(turn, policy_id=session.policy_id) for turn in turns])
         values = draft.rewards or ({} if rule.reward is None else {"reward": rule.reward})
         lines = [
             Reward(session_id=session.session_id, tenant=rule.tenant, name=name, value=value, source=IMPORT)
