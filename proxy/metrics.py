@@ -24,6 +24,21 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+STORED = {
+    "turnwise_groups": (
+        "Groups that are open, ready or claimed, by state, at most 10,000 of each; read from the store",
+        "status",
+    ),
+    "turnwise_trainers": (
+        "Trainers by state; `blocked`, `died` and `silent` ones need attention; read from the store",
+        "state",
+    ),
+    "turnwise_last_update": ("The trainer's last update, by its number",),
+    "turnwise_last_update_timestamp_seconds": ("When the trainer's last update was committed",),
+    "turnwise_last_update_reward_mean": ("Mean session reward in the trainer's last update",),
+    "turnwise_last_update_trained_share": ("Share of the sampled tokens of the last update's batch with a loss",),
+}
+"""Gauges of groups, trainers and updates: text and label of each. A tenant gets its own values."""
 M = TypeVar("M", Counter, Histogram)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -143,26 +158,8 @@ class Metrics:
             "turnwise_commit_batch_turns", "Turns per transaction", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
         )
         self.writer_queue = self._sum("turnwise_writer_queue", "Jobs that wait for their commit")
-        self.groups = self._newest(
-            "turnwise_groups",
-            "Groups that are open, ready or claimed, by state, at most 10,000 of each; read from the store",
-            ["status"],
-        )
-        self.trainers = self._newest(
-            "turnwise_trainers",
-            "Trainers by state; `blocked`, `died` and `silent` ones need attention; read from the store",
-            ["state"],
-        )
-        self.last_update = self._newest("turnwise_last_update", "The trainer's last update, by its number")
-        self.last_update_timestamp = self._newest(
-            "turnwise_last_update_timestamp_seconds", "When the trainer's last update was committed"
-        )
-        self.last_update_reward = self._newest(
-            "turnwise_last_update_reward_mean", "Mean session reward in the trainer's last update"
-        )
-        self.last_update_trained_share = self._newest(
-            "turnwise_last_update_trained_share", "Share of the sampled tokens of the last update's batch with a loss"
-        )
+        self.stored = {name: self._newest(name, text, labels) for name, (text, *labels) in STORED.items()}
+        """Those that are read from the store when metrics are asked for."""
         self.trained_share = self._newest(
             "turnwise_trained_share",
             "Share of the sampled tokens that were trained, of the newest 200 sessions that have been or were dropped",

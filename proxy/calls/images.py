@@ -54,8 +54,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 AddrInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-_NOT_GLOBAL = [ipaddress.IPv6Network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "fec0::/10", "3fff::/20")]
-"""Addresses behind which a gateway calls any IPv4 address, those of a site, and those of documentation."""
+_NOT_PUBLIC = [
+    ipaddress.ip_network(each)
+    for each in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+        *("192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16"),
+        *("192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3"),
+        "168.63.129.16/32",
+        *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+    )
+]
+"""IANA's special-purpose addresses, of which 192.0.0.0/24, 2001::/23 and 2002::/16 hold gateways to others, multicast,
+and the address of Azure's own services."""
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All public addresses of IPv6; those of NAT64, which stand for any IPv4 address, and of sites lie outside."""
+_ISATAP = 0x5EFE
+"""In bits 32 to 47 of an address of IPv6, before the IPv4 address that a router sends its packets to."""
 
 
 class Images:
@@ -254,9 +268,10 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether an address is one of the public internet, with the IPv4 address that it may stand for."""
+    """Return whether an address is one of the public internet, and stands for no address of IPv4."""
     if isinstance(address, ipaddress.IPv6Address):
-        if any(address in network for network in _NOT_GLOBAL) or address.teredo or address.sixtofour:
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if address not in _GLOBAL_UNICAST or (int(address) >> 32) & 0xFFFF == _ISATAP:
             return False
-        address = address.ipv4_mapped or address
-    return address.is_global and not address.is_multicast and not address.is_reserved
+    return not any(address in network for network in _NOT_PUBLIC)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -17,7 +17,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from proxy.auth import ACTION_OF_ROUTE
 from proxy.http.connections import CLOSING
-from proxy.metrics import Metrics
+from proxy.metrics import STORED, Metrics
 from proxy.routes import summaries
 from proxy.routes.control import (
     Caller,
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 OF_TENANTS = (b"turnwise_named_policy_version{", b"turnwise_trained_share{")
+StoredGauge = tuple[str, str, str]
+"""Name of a gauge, and its label's name and value, empty where it has none."""
 NO_ANSWER = f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
@@ -249,14 +251,18 @@ async def examine(services: Here, principal: Caller) -> Response:
 async def metrics(request: Request, services: Here) -> Response:
     """Return all metrics in Prometheus' text format, summed over the workers of this proxy.
 
-    Keys of a tenant that does not own the model get no metrics of other tenants' policies. While the store does not
-    answer, a key that was valid when it was looked up last gets the metrics that do not come from the store.
+    Keys of a tenant that does not own the model get the groups, trainers and last update of their own tenant and of
+    the default policy, and no metrics of other tenants' policies. While the store does not answer, a key that was valid
+    when it was looked up last gets the metrics that do not come from the store.
     """
+    own: Mapping[StoredGauge, float] = {}
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             principal = await caller(request)
             await services.database.fetch(_read_gauges, services.metrics)
             is_shown_all = await is_operator(services, principal)
+            if not is_shown_all:
+                own = await services.database.fetch(_stored_gauges, principal.tenant)
     except (StoreError, TimeoutError) as error:
         failure = error if isinstance(error, StoreError) else StoreUnavailable(NO_ANSWER)
         services.metrics.background_errors.labels("gauges").inc()
@@ -268,36 +274,46 @@ async def metrics(request: Request, services: Here) -> Response:
         principal, is_shown_all = known, False
     rendered = await asyncio.to_thread(services.metrics.render)
     if not is_shown_all:
-        rendered = _without_other_tenants(rendered, principal.tenant)
+        rendered = _without_other_tenants(rendered, principal.tenant, own)
     return Response(rendered, media_type="text/plain; version=0.0.4")
 
 
-def _without_other_tenants(rendered: bytes, tenant: str) -> bytes:
+def _without_other_tenants(rendered: bytes, tenant: str, own: Mapping[StoredGauge, float]) -> bytes:
+    """Return metrics without those of other tenants; the gauges that come from the store have the tenant's values."""
     escaped = tenant.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    own = f',tenant="{escaped}"}} '.encode()
-    lines = rendered.split(b"\n")
-    return b"\n".join(each for each in lines if not each.startswith(OF_TENANTS) or own in each)
+    labelled, lines = f',tenant="{escaped}"}} '.encode(), []
+    shown = {f'{name}{{{by}="{value}"}}' if by else name: number for (name, by, value), number in own.items()}
+    for line in rendered.split(b"\n"):
+        name = line.rpartition(b" ")[0].decode()
+        if name.partition("{")[0] not in STORED:
+            lines += [] if line.startswith(OF_TENANTS) and labelled not in line else [line]
+        elif name in shown:
+            lines.append(f"{name} {float(shown[name])!r}".encode())
+    return b"\n".join(lines)
 
 
 def _read_gauges(connection: Connection, metrics: Metrics) -> None:
-    unfinished = overview.unfinished_groups(connection)
-    update = updates.last_update(connection)
-    trainers = collections.Counter(each.state for each in notices.trainer_statuses(connection))
-    for state in notices.TrainerState:
-        metrics.trainers.labels(state.value).set(trainers[state])
-    for status, count in unfinished.items():
-        metrics.groups.labels(status).set(count)
-    if update is not None:
-        metrics.last_update.set(update.update_id)
-        metrics.last_update_timestamp.set(update.created_at.timestamp())
-        reward = update.metrics.get("reward_mean")
-        if reward is not None:
-            metrics.last_update_reward.set(reward)
-        share = update.metrics.get("trained_share")
-        if share is not None:
-            metrics.last_update_trained_share.set(share)
+    for (name, by, value), number in _stored_gauges(connection, None).items():
+        gauge = metrics.stored[name]
+        (gauge.labels(value) if by else gauge).set(number)
     for each in updates.trained_shares(connection):
         metrics.trained_share.labels(each.by, each.name, each.tenant).set(each.num_trained / (each.num_sampled or 1))
+
+
+def _stored_gauges(connection: Connection, tenant: str | None) -> dict[StoredGauge, float]:
+    """Return the gauges of groups, trainers and the last update: of all, or of those that a tenant may read."""
+    unfinished = overview.unfinished_groups(connection, tenant)
+    trainers = collections.Counter(each.state for each in notices.trainer_statuses(connection, tenant))
+    found: dict[StoredGauge, float | None] = {
+        **{("turnwise_groups", "status", status): count for status, count in unfinished.items()},
+        **{("turnwise_trainers", "state", state.value): trainers[state] for state in notices.TrainerState},
+    }
+    for update in updates.list_updates(connection, limit=1, tenant=tenant)[0]:
+        found["turnwise_last_update", "", ""] = update.update_id
+        found["turnwise_last_update_timestamp_seconds", "", ""] = update.created_at.timestamp()
+        found["turnwise_last_update_reward_mean", "", ""] = update.metrics.get("reward_mean")
+        found["turnwise_last_update_trained_share", "", ""] = update.metrics.get("trained_share")
+    return {name: number for name, number in found.items() if number is not None}
 
 
 KEEP_ALIVE_SECONDS = 15.0

@@ -414,6 +414,29 @@ def test_another_tenants_policy_does_not_exist(world):
     assert world.sampled("support-a") == version
 
 
+def test_a_tenants_metrics_have_its_own_groups_trainers_and_last_update(world):
+    """To `a`, which owns the model, they show all; to `b` no number of `a`'s policy, whose update is the newest."""
+    world.add_policy("a", "support")
+    with world.database.write() as conn:
+        number = policies.find_policy(conn, "a", "support").policy_id
+        for name in ("trainer", f"trainer/{number}"):
+            notices.report_status(conn, TrainerStatus(trainer_id=name, text="", reported_at=utc_now()))
+        for update, policy_id in ((1, 0), (2, number)):
+            metrics = {"reward_mean": 0.25 * update, "trained_share": 0.5 * update}
+            record = update_record(update, policy_id=policy_id, metrics=metrics)
+            conn.execute(sa.insert(schema.updates).values(**rows.UPDATES.row(record)))
+    for key, group in (("admin-a", "x"), ("admin-a", "y"), ("admin-b", "x")):
+        world.post(key, "/v1/sessions", {"group_id": group, "group_size": 2})
+    names = ['groups{status="open"}', 'trainers{state="running"}', "last_update"]
+    names += ["last_update_reward_mean", "last_update_trained_share"]
+    seen = {}
+    for key in ("admin-a", "admin-b"):
+        lines = dict(line.rsplit(" ", 1) for line in world.http[key].get("/metrics").text.splitlines())
+        seen[key] = [float(lines[f"turnwise_{name}"]) for name in names]
+        assert lines.keys() >= {"turnwise_last_update_timestamp_seconds", 'turnwise_groups{status="claimed"}'}
+    assert seen == {"admin-a": [3, 2, 2, 0.5, 1.0], "admin-b": [1, 1, 1, 0.25, 0.5]}
+
+
 def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world):
     """The trainer of a policy has its number in its id. Its state alone is public, as that of each trainer.
 

@@ -3,7 +3,8 @@
 A version is copied when it is made, with a checksum, so that training can go on while it is sent. A version with a
 weight that is not finite is not held: engines then read its directory, where the same check names the tensor. The
 trainer only answers: it never calls an engine, and does not know how many there are. The address holds a random key and
-stands in the ledger, so who can read the ledger can ask for weights. Training does not wait for any of this.
+stands in the ledger, so who can read the ledger can ask for weights. Of a request without the key only its first line
+is read. Training does not wait for any of this.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import json
 import logging
 import secrets
+import socket
+import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,8 +32,12 @@ from turnwise.types import Json
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 16
+MAX_CONNECTIONS = 64
+READ_SECONDS = 60.0
+"""How long a request may take until it is whole, counted from the end of the one before it on its connection."""
 MOST_TRANSFERS = 64
 SILENCE_SECONDS = 60.0
+NO_PAGE = HTTPStatus.NOT_FOUND, {"error": "no such page"}
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
 
@@ -78,8 +85,7 @@ class WeightServer:
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
         self._key = secrets.token_urlsafe(16)
-        self._http = ThreadingHTTPServer((rule.weight_host, 0), _handler_of(self))
-        self._http.daemon_threads = True
+        self._http = _LimitedServer((rule.weight_host, 0), self)
         self._thread = threading.Thread(target=self._http.serve_forever, name="weight-server", daemon=True)
         self._thread.start()
         host = f"[{rule.weight_host}]" if ":" in rule.weight_host else rule.weight_host
@@ -107,10 +113,14 @@ class WeightServer:
         self._http.server_close()
         self._thread.join()
 
+    def knows(self, path: str) -> bool:
+        """Return whether a path holds the key."""
+        key, *_ = _words(path)
+        return secrets.compare_digest(key.encode(), self._key.encode())
+
     def answer(self, method: str, path: str, body: Json) -> tuple[HTTPStatus, Json]:
-        key, *words = urllib.parse.unquote(path).strip("/").split("/")
-        if not secrets.compare_digest(key.encode(), self._key.encode()):
-            return HTTPStatus.NOT_FOUND, {"error": "no such page"}
+        """Answer a request whose path holds the key."""
+        _, *words = _words(path)
         match (method, *words):
             case ("GET", "versions", str(version)) if version.isdigit():
                 return self._describe(int(version))
@@ -126,7 +136,7 @@ class WeightServer:
                 transfer = self._transfers[transfer_id]
                 transfer.wait()
                 return HTTPStatus.OK, {"error": transfer.error}
-        return HTTPStatus.NOT_FOUND, {"error": "no such page"}
+        return NO_PAGE
 
     def _describe(self, version: int) -> tuple[HTTPStatus, Json]:
         held = self.held.find(version)
@@ -163,31 +173,97 @@ def _not_held(version: int) -> tuple[HTTPStatus, Json]:
     return HTTPStatus.NOT_FOUND, {"error": f"version {version} is not in memory"}
 
 
-def _handler_of(server: WeightServer) -> Callable[..., BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+def _words(path: str) -> list[str]:
+    return urllib.parse.unquote(path).strip("/").split("/")
 
-        def do_GET(self) -> None:
-            self._reply("GET", {})
 
-        def do_POST(self) -> None:
-            length = min(int(self.headers.get("content-length") or 0), MAX_BODY_BYTES)
-            try:
-                body = json.loads(self.rfile.read(length) or b"{}")
-            except ValueError:
-                body = None
-            self._reply("POST", body if isinstance(body, dict) else {})
+class _LimitedServer(ThreadingHTTPServer):
+    """Closes connections beyond `MAX_CONNECTIONS` at once: each has a thread."""
 
-        def _reply(self, method: str, body: Json) -> None:
-            status, answer = server.answer(method, self.path, body)
-            encoded = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(encoded)))
-            self.end_headers()
-            self.wfile.write(encoded)
+    daemon_threads = True
 
-        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002  the base class's name
-            log.debug("weights: %s", format % arguments)
+    def __init__(self, address: tuple[str, int], weights: WeightServer) -> None:
+        self.weights = weights
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, _Handler)
 
-    return Handler
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            log.warning("a connection is closed, because %d ask for weights already", MAX_CONNECTIONS)
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # a client that left before its answer
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _LimitedServer
+    raw_requestline: bytes
+    protocol_version = "HTTP/1.1"
+
+    def handle_one_request(self) -> None:
+        """Answer one request; stop reading after `READ_SECONDS`, however slowly its bytes arrive."""
+        self._deadline = threading.Timer(READ_SECONDS, self._stop_reading)
+        self._deadline.daemon = True
+        self._deadline.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._deadline.cancel()
+
+    def _stop_reading(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            self.connection.shutdown(socket.SHUT_RD)
+
+    def parse_request(self) -> bool:
+        line = self.raw_requestline.decode("latin-1").split()
+        if len(line) > 1 and self.server.weights.knows(line[1]):
+            return super().parse_request()
+        self.requestline, self.request_version, self.command = "", self.protocol_version, ""
+        self._send(*NO_PAGE, is_last=True)
+        return False
+
+    def do_GET(self) -> None:
+        self._reply("GET", {})
+
+    def do_POST(self) -> None:
+        given = self.headers.get("content-length") or "0"
+        if not given.isascii() or not given.isdigit() or int(given) > MAX_BODY_BYTES:
+            message = f"the content-length {given!r:.40} is no number up to {MAX_BODY_BYTES}"
+            self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": message}, is_last=True)
+            return
+        raw = self.rfile.read(int(given))
+        if len(raw) < int(given):
+            self.close_connection = True
+            return
+        try:
+            body = json.loads(raw or b"{}")
+        except ValueError:
+            body = None
+        self._reply("POST", body if isinstance(body, dict) else {})
+
+    def _reply(self, method: str, body: Json) -> None:
+        self._deadline.cancel()  # the answer may wait for a transfer
+        self._send(*self.server.weights.answer(method, self.path, body))
+
+    def _send(self, status: HTTPStatus, answer: Json, *, is_last: bool = False) -> None:
+        encoded = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(encoded)))
+        if is_last:
+            self.send_header("connection", "close")  # what follows of the request is not read
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002  the base class's name
+        log.debug("weights: %s", format % arguments)

@@ -45,14 +45,17 @@ class Counts:
     """The last reports of the trainers of those policies, newest first."""
 
 
-def unfinished_groups(conn: sa.Connection) -> dict[str, int]:
-    """Count the open, ready and claimed groups of all tenants, at most `MOST_UNFINISHED` of each.
+def unfinished_groups(conn: sa.Connection, tenant: str | None = None) -> dict[str, int]:
+    """Count the open, ready and claimed groups of all tenants or of one, at most `MOST_UNFINISHED` of each.
 
     Groups that agents gave up stay open until they are pruned, so there may be any number of them.
     """
     status = groups.c.status
     unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
-    some = [sa.select(status).where(status == value).limit(MOST_UNFINISHED).subquery() for value in unfinished]
+    of_tenant = [] if tenant is None else [groups.c.tenant == tenant]
+    some = [
+        sa.select(status).where(status == value, *of_tenant).limit(MOST_UNFINISHED).subquery() for value in unfinished
+    ]
     counted = [sa.select(sa.func.count()).select_from(each).scalar_subquery() for each in some]
     return dict(zip(unfinished, conn.execute(sa.select(*counted)).one(), strict=True))
 

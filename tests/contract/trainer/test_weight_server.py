@@ -1,0 +1,104 @@
+"""The trainer's weight server on its own port: who has no key is not read, and nobody is read without an end."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from trainer.publish import weight_server
+from trainer.publish.weight_server import WeightServer
+from trainer.settings import TrainerSettings
+
+
+@pytest.fixture
+def server() -> Iterator[WeightServer]:
+    server = WeightServer(TrainerSettings())
+    yield server
+    server.close()
+
+
+def connect(server: WeightServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", urlsplit(server.url).port), timeout=120)
+
+
+def answer(peer: socket.socket) -> bytes:
+    received = b""
+    while data := peer.recv(65536):
+        received += data
+    return received
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /wrong/transfers HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /wrong/transfers HTTP/1.1\r\ncontent-length: 300000000\r\n\r\n",
+        b"GET / HTTP/1.1\r\n",
+        b"POST /wrong HTTP/1.1\r\nx-half: a hea",
+        b"nothing\r\n",
+        b"\x16\x03\x01\r\n",
+    ],
+    ids=["no length", "long", "no headers", "half a header", "one word", "no HTTP"],
+)
+def test_a_request_without_the_key_is_answered_after_its_first_line(server, head):
+    with connect(server) as peer:
+        peer.sendall(head)
+        assert answer(peer).startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.parametrize("length", ["-1", "65537", "300000000", "+1", "1e3", "١"])
+def test_a_body_of_no_length_or_a_long_one_is_not_read(server, length):
+    with connect(server) as peer:
+        path = urlsplit(server.url).path
+        peer.sendall(f"POST {path}/transfers HTTP/1.1\r\ncontent-length: {length}\r\n\r\n".encode())
+        received = answer(peer)
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert b"is no number up to 65536" in received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST ", b" HTTP/1.1\r\nx: y\r\n", b" HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"],
+    ids=["", "word", "head", "body"],
+)
+def test_a_request_that_does_not_become_whole_is_closed(monkeypatch, server, sent):
+    monkeypatch.setattr(weight_server, "READ_SECONDS", 0.2)
+    with connect(server) as peer:
+        peer.sendall(f"POST {urlsplit(server.url).path}/engines".encode() + sent if sent[:1] == b" " else sent)
+        answer(peer)  # which ends when the connection is closed
+
+
+def test_connections_beyond_the_most_are_closed_and_their_places_come_back(monkeypatch):
+    monkeypatch.setattr(weight_server, "MAX_CONNECTIONS", 3)
+    server = WeightServer(TrainerSettings())
+    try:
+        with contextlib.ExitStack() as opened:
+            for _ in range(3):
+                opened.enter_context(connect(server))
+            with connect(server) as late:
+                assert answer(late) == b""
+        with httpx2.Client(base_url=server.url, transport=httpx2.HTTPTransport(retries=0)) as http:
+            for _ in range(100):
+                with contextlib.suppress(httpx2.TransportError):
+                    assert http.get(f"{server.url}/engines").json() == {"sleep_level": 0}
+                    break
+            else:
+                raise AssertionError("no place came back")
+    finally:
+        server.close()
+
+
+def test_a_request_with_the_key_is_answered_and_its_connection_is_used_again(server):
+    with connect(server) as peer:
+        path, body = urlsplit(server.url).path, json.dumps({"sleeping": True}).encode()
+        for _ in range(2):
+            peer.sendall(f"POST {path}/engines HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            received = b""
+            while not received.endswith(b"{}"):
+                received += peer.recv(65536)
+            assert received.startswith(b"HTTP/1.1 200 ")
+    assert httpx2.get(f"{server.url}/versions/1").json() == {"error": "version 1 is not in memory"}
