@@ -27,7 +27,8 @@ import numpy as np
 import psycopg
 import sqlalchemy as sa
 
-from turnwise.store import claims, conversations, experiences, groups, overview, retention, rows, schema, search
+from turnwise.features import retention
+from turnwise.store import claims, conversations, experiences, groups, overview, rows, schema, search
 from turnwise.store.database import Database
 from turnwise.store.rows import to_micros
 from turnwise.store.search import Contents

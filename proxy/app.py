@@ -17,7 +17,7 @@ import turnwise
 from proxy.auth import ACTION_OF_ROUTE
 from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
-from proxy.routes import feedback, keys, openapi, operations, policies, rewards, sessions, turns, web
+from proxy.routes import keys, openapi, operations, policies, rewards, sessions, turns, web
 from proxy.routes.control import answer
 from proxy.routes.declared import load_routes
 from proxy.services import Services, services_of
@@ -49,7 +49,7 @@ def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> 
         openapi_url=None,
         redirect_slashes=False,
     )
-    records = (sessions, turns, rewards, feedback)
+    records = (sessions, turns, rewards)
     for module in (*records, policies, keys, operations, openapi):
         app.include_router(module.router)
     for own in declared:

@@ -57,6 +57,16 @@ GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
 
 
+class Beside:
+    """What a feature does beside calls, in each process that serves."""
+
+    def __init__(self, services: Services) -> None:
+        """Take the services before they are started."""
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+
+
 class Services:
     """The services that handle requests, on an open store."""
 
@@ -69,10 +79,12 @@ class Services:
         metrics_directory: Path | None,
         steps: Iterable[type[CallStep]] = (),
         in_store: tuple[str, ...] = (),
+        beside: Iterable[type[Beside]] = (),
     ) -> None:
         """Connect the services.
 
-        `steps` are those of all features, and `in_store` the modules of what they have in the store.
+        `steps` are those of all features, `in_store` the modules of what they have in the store, and `beside` what
+        they do beside calls.
         """
         faults = FaultPoints(settings.fault)
         self.settings = settings
@@ -135,6 +147,8 @@ class Services:
         self.sweeper = Sweeper(settings, database, authenticator, self.writer, metrics, self.forget_session)
         self.searches = asyncio.Semaphore(MAX_SEARCHES)
         """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
+        self.beside: dict[type[Beside], Any] = {kind: kind(self) for kind in beside}
+        """What features do beside calls, by its class."""
 
     def forget_session(self, tenant: str, session_id: str) -> None:
         """Remove a session from the memory of all workers, because its row in the store has changed."""
@@ -231,6 +245,7 @@ async def running_services(
     metrics_directory: Path | None,
     steps: Iterable[type[CallStep]] = (),
     in_store: tuple[str, ...] = (),
+    beside: Iterable[type[Beside]] = (),
 ) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
@@ -243,7 +258,7 @@ async def running_services(
     database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
     await asyncio.to_thread(database.check_schema)
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
-    services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store)
+    services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store, beside)
     await services.writer.start()
     await peers.connect(services.apply_change)
     await services.reloader.start()
@@ -253,6 +268,7 @@ async def running_services(
         services.sweeper.run(),
         _refresh_gauges(services.metrics),
         return_freed_memory(lambda: services.sessions.conversations.num_bytes_read),
+        *(each.run() for each in services.beside.values()),
     ]
     tasks = [asyncio.create_task(each) for each in background]
     try:

@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from turnwise.errors import SettingsError
 from turnwise.settings import FromJson, Settings, mask_credentials
-from turnwise.types import MAX_REWARD, PolicyKind
+from turnwise.types import PolicyKind
 
 DIVIDED = (
     "max_concurrent_calls",
@@ -28,7 +28,6 @@ DIVIDED = (
 """Settings of the whole proxy that each worker gets a share of."""
 
 
-FeedbackRewards = dict[Literal["up", "down", "correction"], float]
 CACHE_TENTHS = {"turns": 4, "messages": 4, "tokens": 1, "answers": 1}
 """How `cache_bytes` is divided."""
 HOLDOUT_SHARE = 0.1
@@ -89,13 +88,6 @@ class ProxySettings(Settings):
     proxy adds one; by default the request's own Host."""
     secret: SecretStr | None = None
     """Signs session keys; by default a random one that all proxy processes share through the store."""
-    retention_days: float | None = Field(default=None, gt=0)
-    """Sessions that were over this many days ago are deleted with their turns and rewards, once they are trained or
-    dropped; None keeps them."""
-    feedback_rewards: Annotated[FeedbackRewards, FromJson] = Field(default={"up": 1.0, "down": 0.0})
-    """Rewards of a thumb up and of a thumb down in `POST /v1/feedback`, as JSON. A rating on a scale lies between
-    them. With `correction` a comment or an edited reply is a reward too, of that name: set it to 0 where sessions are
-    corrected and not rated, so that they are ready to be trained by the algorithm `correction`."""
     retrain_revised: bool = False
     """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None
@@ -314,13 +306,6 @@ class ProxySettings(Settings):
                 raise ValueError(f"{name!r} pins for nobody; write *, tenant:NAME, policy:NAME or key:ID")
             check_pinnable(sampling)
         return pins
-
-    @field_validator("feedback_rewards")
-    @classmethod
-    def _has_both_rewards(cls, table: FeedbackRewards) -> FeedbackRewards:
-        if not table.keys() >= {"up", "down"} or not all(abs(value) <= MAX_REWARD for value in table.values()):
-            raise ValueError(f'{table!r} needs a reward for "up" and one for "down", from -1e6 to 1e6')
-        return table
 
     @field_validator("model_names", mode="before")
     @classmethod

@@ -1,9 +1,8 @@
-"""What becomes old: idle sessions are closed, stored answers and sessions beyond the retention are deleted."""
+"""What becomes old: idle sessions are closed, and stored answers deleted."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import logging
 import time
@@ -15,7 +14,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import TurnwiseError
 from turnwise.sampling import ADVICE, count_not_trained, left_out_by
-from turnwise.store import keys, retention, rewards, sessions, turns
+from turnwise.store import keys, rewards, sessions, turns
 from turnwise.store.database import Connection, Database, IdleClock
 from turnwise.types import SessionKey, utc_now
 
@@ -55,7 +54,7 @@ class Sweeper:
         self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
 
     async def run(self) -> None:
-        """Record the uses of keys, expire idle sessions, and delete what is old or deleted, until cancelled."""
+        """Record the uses of keys, expire idle sessions, and delete old stored answers, until cancelled."""
         idle = datetime.timedelta(seconds=self._settings.session_idle_seconds)
         while True:
             try:
@@ -64,34 +63,21 @@ class Sweeper:
                     pass
                 await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
                 await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
-                await self._prune()
                 await self._report_sampling()
-                has_deleted = self._writer.has_deleted.is_set()
-                await self._writer.sweep()
-                if has_deleted:
-                    await asyncio.to_thread(self._database.truncate_log)
             except TurnwiseError as error:
                 self._metrics.background_errors.labels("sweep").inc()
-                log.warning("could not record uses of keys, expire sessions and delete old data, will retry: %s", error)
+                log.warning(
+                    "could not record uses of keys, expire sessions and delete old answers, will retry: %s", error
+                )
             except Exception:  # the task's outermost edge: an unexpected error must not end it
                 self._metrics.background_errors.labels("sweep").inc()
                 log.exception("a sweep failed unexpectedly, will retry")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._writer.has_deleted.wait(), SWEEP_SECONDS)
+            await asyncio.sleep(SWEEP_SECONDS)
 
     async def record_key_uses(self) -> None:
         used = self._authenticator.used_keys
         while used:
             await self._writer.do(keys.record_use, used.pop())
-
-    async def _prune(self) -> None:
-        """Delete sessions that are older than the retention, if one is set."""
-        days = self._settings.retention_days
-        if days is None:
-            return
-        deleted = await self._writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
-        for tenant, session_id in deleted.sessions:
-            self._forget_session(tenant, session_id)
 
     async def _report_sampling(self) -> None:
         """Log that calls are sampled in a way that is not trained, when the reasons changed."""

@@ -28,14 +28,15 @@ from learner import ROOT, Run, step_rewards
 from recipes import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from proxy.routes.feedback import hint_of
+from proxy.features.feedback.routes import hint_of
 from proxy.sessions.template import ChatTemplate, load_chat_template
 from turnwise.default_models import small_model, trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.exchange.imports.formats import FORMATS
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportRule, import_files
-from turnwise.store import claims, feedback, turns
+from turnwise.features import feedback
+from turnwise.store import claims, turns
 from turnwise.store.serving import serving_state
 from turnwise.types import Feedback, FeedbackKind, Json, Reward, Split
 

@@ -4,17 +4,38 @@ The core imports none of them: the start of a process passes these tuples to it,
 setting is declared by its feature, and `Settings` is the sum.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from proxy.calls.steps import CallStep
+from proxy.features.feedback.settings import FeedbackSettings
 from proxy.features.prices import Prices, PriceSettings
+from proxy.features.retention.settings import RetentionSettings
 from proxy.settings import ProxySettings
+
+if TYPE_CHECKING:
+    from proxy.services import Beside
 
 STEPS: tuple[type[CallStep], ...] = (Prices,)
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
-ROUTES: tuple[str, ...] = ("proxy.features.labels",)
+ROUTES: tuple[str, ...] = (
+    "proxy.features.labels",
+    "proxy.features.forks",
+    "proxy.features.retention.routes",
+    "proxy.features.feedback.routes",
+)
 """Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
 
 
-class Settings(PriceSettings, ProxySettings):
+class Settings(PriceSettings, RetentionSettings, FeedbackSettings, ProxySettings):
     """Settings of one proxy with all of its features."""
+
+
+def beside() -> tuple[type[Beside], ...]:
+    """Return what features do beside calls; only a process that serves imports it."""
+    from proxy.features.retention.deletion import Retention
+
+    return (Retention,)

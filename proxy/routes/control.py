@@ -38,13 +38,12 @@ from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 from turnwise.support import support_json
-from turnwise.types import MAX_REWARD, Feedback, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
+from turnwise.types import MAX_REWARD, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 from turnwise.version_directory import on_disk
 
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"policy_id"}),
     Reward: frozenset({"tenant", "digest"}),
-    Feedback: frozenset({"tenant", "content"}),
     Policy: frozenset({"policy_id"}),
     PolicyVersion: frozenset({"policy_id"}),
     UpdateRecord: frozenset({"policy_id"}),
@@ -126,7 +125,7 @@ Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 
 
-def record_json(record: Session | Turn | Reward | Feedback | Policy | PolicyVersion | UpdateRecord | keys.Key) -> Json:
+def record_json(record: Session | Turn | Reward | Policy | PolicyVersion | UpdateRecord | keys.Key) -> Json:
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 

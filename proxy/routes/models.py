@@ -14,7 +14,7 @@ import functools
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -26,11 +26,10 @@ from proxy.routes.keys import Consent
 from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store import arms, extensions, keys, overview, policies, retention, updates
+from turnwise.store import arms, extensions, keys, overview, policies, updates
 from turnwise.store import turns as stored_turns
 from turnwise.types import (
     ConsentMark,
-    Feedback,
     Json,
     Logprobs,
     Policy,
@@ -73,13 +72,16 @@ class Page(Answer):
     object: Literal["list"]
 
 
-def answer_model(name: str, record: type, doc: str | None = None, **extra: Any) -> type[Answer]:
-    """Return the model of a record's JSON: the record's public fields, with their docstrings as descriptions.
+def answer_model(
+    name: str, record: type, doc: str | None = None, *, only: Sequence[str] | None = None, **extra: Any
+) -> type[Answer]:
+    """Return the model of a record's JSON: its public fields, or `only` these, with docstrings as descriptions.
 
     `extra` has further fields, or other types of the record's own, as `pydantic.create_model` takes them.
     """
     kinds, docs = typing.get_type_hints(record), field_docs(record)
-    fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in PUBLIC.get(record, kinds)}
+    names: Iterable[str] = only or PUBLIC.get(record, tuple(kinds))
+    fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in names}
     return _create(name, Answer, doc or record.__doc__, {**fields, **extra})
 
 
@@ -93,7 +95,7 @@ def _create(name: str, base: type[Answer], doc: str | None, fields: dict[str, An
     return create_model(name, __base__=base, __doc__=doc, __cls_kwargs__=no_source, **fields)
 
 
-def _field(kind: Any, description: str) -> Any:
+def field(kind: Any, description: str) -> Any:
     return _json_type(kind), Field(description=description)
 
 
@@ -126,7 +128,7 @@ def _columns(of: str) -> dict[str, Any]:
 
 
 def session_model(name: str, doc: str, **extra: Any) -> type[Answer]:
-    policy = _field(str | None, "The name of its own policy, which samples the calls that name no other.")
+    policy = field(str | None, "The name of its own policy, which samples the calls that name no other.")
     return answer_model(name, Session, doc, policy=policy, **_columns("session"), **extra)
 
 
@@ -139,28 +141,19 @@ ListedSession = session_model(
 EndedSessionAnswer = session_model(
     "EndedSessionAnswer",
     doc="A session that is over.",
-    training_note=_field(str, "What it waits for until it is trained, or why it is not trained."),
+    training_note=field(str, "What it waits for until it is trained, or why it is not trained."),
 )
 NewSessionAnswer = session_model(
     "NewSessionAnswer",
     doc="A session, with what its agent needs to call the model in it.",
-    base_url=_field(str, "What an OpenAI client takes as `base_url`."),
-    api_key=_field(str, "A key for this session alone."),
+    base_url=field(str, "What an OpenAI client takes as `base_url`."),
+    api_key=field(str, "A key for this session alone."),
 )
 RewardAnswer = answer_model("RewardAnswer", Reward, "One line of the reward ledger.")
-FeedbackAnswer = answer_model(
-    "FeedbackAnswer",
-    Feedback,
-    "What a person said about a session or a turn.",
-    turn_id=_field(str | None, "The turn that it is about; null for the whole session."),
-    value=_field(bool | float | str | None, "The thumb, rating, text or edited reply; null for a choice."),
-    scale=_field(list[float] | None, "The lowest and the highest rating; null without a scale."),
-    over=_field(list[str], "The turns that a demonstration was preferred to."),
-)
 ReadSession = session_model(
     "ReadSession",
     doc="One run of an agent, with its own rewards.",
-    rewards=_field(
+    rewards=field(
         list[RewardAnswer],  # type: ignore[valid-type]
         "The reward lines for the whole session, in order of arrival.",
     ),
@@ -169,26 +162,26 @@ TurnAnswer = answer_model(
     "TurnAnswer",
     Turn,
     "One model call. `messages`, `tools`, `prompt_token_ids` are what it adds; with `prompt=whole` the whole prompt.",
-    messages=_field(
+    messages=field(
         list[Json], "Messages after the reply of its parent, at the root all of them; or those of the whole prompt."
     ),
-    tools=_field(list[Json] | None, "Tool schemas, at the root of a chain; with the whole prompt for every turn."),
-    prompt_token_ids=_field(
+    tools=field(list[Json] | None, "Tool schemas, at the root of a chain; with the whole prompt for every turn."),
+    prompt_token_ids=field(
         list[int], "Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
     ),
-    support=_field(
+    support=field(
         list[list[int] | None] | None,
         "The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, null where they are not "
         "known; null if they cut nothing off, or the engine did not say what. [R]",
     ),
-    policy=_field(str | None, "The name of the policy that sampled it."),
-    not_trained=_field(
+    policy=field(str | None, "The name of the policy that sampled it."),
+    not_trained=field(
         str | None,
         "The sampling parameter for which its tokens carry no loss, such as `temperature 0`; null where there is none, "
         "and of a turn whose outcome already rules training out.",
     ),
-    trained_in=_field(list[stored_turns.TrainedTurn], "The updates that trained it, oldest first."),
-    rewards=_field(
+    trained_in=field(list[stored_turns.TrainedTurn], "The updates that trained it, oldest first."),
+    rewards=field(
         list[RewardAnswer],  # type: ignore[valid-type]
         "Its own reward lines and those of its step, in order of arrival.",
     ),
@@ -197,13 +190,13 @@ PolicyAnswer = answer_model(
     "PolicyAnswer",
     PolicyVersion,
     "A version of a policy.",
-    policy=_field(str, "The name of its policy."),
-    path=_field(
+    policy=field(str, "The name of its policy."),
+    path=field(
         str | None,
         "The directory of its files, or the name of a public model; null for a version of the default policy where the "
         "caller's tenant may not publish a directory.",
     ),
-    on_disk=_field(
+    on_disk=field(
         bool | None,
         "Whether its files exist, as far as the proxy sees; null for the name of a public model, "
         "and where the file system does not answer.",
@@ -235,23 +228,22 @@ ActivationAnswer = _create(
     PolicyAnswer,
     "A version that was chosen to be served.",
     {
-        "is_served": _field(bool, "Whether engines serve it already; else they load it now."),
-        "pinned_version": _field(int | None, "The version that stays served whatever is published; or null."),
+        "is_served": field(bool, "Whether engines serve it already; else they load it now."),
+        "pinned_version": field(int | None, "The version that stays served whatever is published; or null."),
     },
 )
 UpdateAnswer = answer_model(
     "UpdateAnswer",
     UpdateRecord,
     "What the trainer did with one batch.",
-    policy=_field(str | None, "The name of the policy that it trained."),
-    groups=_field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
-    sessions=_field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
+    policy=field(str | None, "The name of the policy that it trained."),
+    groups=field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
+    sessions=field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
     **_columns("update"),
 )
 
 
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
-DeletedAnswer = answer_model("DeletedAnswer", retention.Deletion)
 TokensAnswer = answer_model("TokensAnswer", turns.TurnTokens)
 RecomputedAnswer = answer_model("RecomputedAnswer", turns.RecomputedLogprobs)
 BudgetAnswer = answer_model("BudgetAnswer", operations.Budget)
@@ -259,13 +251,12 @@ ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(
     "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
 )
-FeedbackPage = page_model("FeedbackPage", FeedbackAnswer, "The feedback of a session.")
 SessionPage = page_model(
     "SessionPage",
     ListedSession,
     "Some sessions.",
-    next_after=_field(str | None, "The `after` of the next page; null if there are no more sessions."),
-    num_searched=_field(int, "Number of sessions that were looked at for this page."),
+    next_after=field(str | None, "The `after` of the next page; null if there are no more sessions."),
+    num_searched=field(int, "Number of sessions that were looked at for this page."),
 )
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
 UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
@@ -273,19 +264,19 @@ PolicyPage = page_model(
     "PolicyPage",
     ListedVersion,
     "Some policy versions.",
-    pinned_version=_field(int | None, "The version that a person pinned the policy to; null follows the newest."),
-    key_policy=_field(str, "The policy that new sessions of the caller's key sample with."),
-    policies=_field(
+    pinned_version=field(int | None, "The version that a person pinned the policy to; null follows the newest."),
+    key_policy=field(str, "The policy that new sessions of the caller's key sample with."),
+    policies=field(
         list[ListedPolicy],  # type: ignore[valid-type]
         "The default policy and the tenant's own ones.",
     ),
-    trained_shares=_field(
+    trained_shares=field(
         list[updates.TrainedShare], "With `summary=true`, what was trained of the newest 200 sessions; else empty."
     ),
 )
 
 
-TOKENS_USED = _field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
+TOKENS_USED = field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
 ListedKey = answer_model(
     "ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED, **_columns("key")
 )
@@ -294,7 +285,7 @@ NewKeyAnswer = answer_model(
     "NewKeyAnswer",
     keys.Key,
     "A new API key.",
-    key=_field(str, "The whole key. Only this answer has it."),
+    key=field(str, "The whole key. Only this answer has it."),
 )
 
 ConsentAnswer = answer_model("ConsentAnswer", Consent)
@@ -304,7 +295,7 @@ CountsAnswer = answer_model(
     "CountsAnswer",
     overview.Counts,
     "Counts of a tenant's rows in the store.",
-    counted_at=_field(
+    counted_at=field(
         datetime.datetime,
         "When everything but the trainers' reports was counted. For a tenant with more than 10,000 sessions and groups "
         "that is up to one second ago for every 10,000 of them.",

@@ -1,8 +1,7 @@
-"""Routes of sessions and their turns: create, fork, list, read, end and delete."""
+"""Routes of sessions and their turns: create, list, read and end."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import re
@@ -15,7 +14,6 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from proxy.auth import Principal
-from proxy.routes.calls import admitted
 from proxy.routes.control import (
     Body,
     Caller,
@@ -39,7 +37,7 @@ from proxy.routes.summaries import Summary, summarise_sessions, training_note
 from proxy.services import Services
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id, next_prefix
 from proxy.settings import check_pinnable
-from turnwise.store import consent, policies, retention, search, selection, sessions, statements, turns
+from turnwise.store import consent, policies, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Credit, Json, Outcome, Reward, Role, Session, SessionStatus, Split
@@ -222,62 +220,6 @@ async def new_session_json(
     }
 
 
-class Fork(NewSession):
-    """The fields of the new session.
-
-    `task_id`, `credit`, `gamma`, `sampling` and `user_id` are by default the forked one's.
-    """
-
-    at: Literal["after", "before"] = "after"
-    """Go on after the turn's reply, or before it, so that the same prompt is sampled again."""
-
-
-@router.post("/turns/{turn_id}/fork", responses=describe_answer("NewSessionAnswer"))
-async def fork_turn(
-    turn_id: Id,
-    request: Request,
-    services: Here,
-    principal: Caller,
-    fork: Fork | None = None,
-) -> Response:
-    """Create a session that continues from this turn with the same tokens, for a harness that can replay.
-
-    The harness restores its environment, and calls the new session with the conversation up to here. The new session
-    holds copies of the turn and its ancestors, which are not trained, and their policy is its own. Repeated with the
-    same `session_id`, the call answers with the same session.
-    """
-    wanted = fork or Fork()
-
-    def read(connection: Connection) -> tuple[Session, int, int]:
-        forked_id = selection.session_of_turn(connection, principal.tenant, turn_id)
-        held = sessions.read_session(connection, principal.tenant, forked_id)
-        turn = turns.find_turn(connection, principal.tenant, forked_id, turn_id=turn_id)
-        if turn is None:
-            return held, held.policy_id, 0
-        return held, turn.policy_id, turn.prompt_length + len(turn.token_ids)
-
-    forked, policy_id, num_tokens = await services.database.fetch(read)
-    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata", "policy"})
-    left_out = {"task_id", "credit", "gamma", "sampling", "user_id"} - wanted.model_fields_set
-    session = Session(
-        session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
-        tenant=principal.tenant,
-        policy_id=policy_id,
-        key_id=principal.root_key_id,
-        opened_by="api",
-        metadata={
-            **services.redacted(wanted.metadata),
-            "forked_from": {"session_id": forked.session_id, "turn_id": turn_id},
-        },
-        **fields | {name: getattr(forked, name) for name in left_out},
-    )
-    async with admitted(services, principal, request.scope) as admission:
-        stored = await services.sessions.cache.fork(session, turn_id, before=wanted.at == "before")
-        admission.num_tokens = num_tokens
-    services.forget_session(stored.tenant, stored.session_id)
-    return answer(await new_session_json(stored, wanted, request, services, principal))
-
-
 @router.get("/sessions", responses=describe_answer("SessionPage"))
 async def list_sessions(
     services: Here,
@@ -383,29 +325,3 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     services.metrics.sessions.labels("ended").inc()
     note = await services.database.fetch(training_note, session)
     return answer({**await session_json(session, services), "training_note": note})
-
-
-@router.delete("/sessions/{session_id}", responses=describe_answer("DeletedAnswer"))
-async def delete_session(session_id: Id, services: Here, principal: Caller) -> Response:
-    """Delete a session with its turns and rewards; the answer names the policy versions that were trained on it."""
-    deleted = await services.writer.delete_all(retention.delete_session, principal.tenant, session_id)
-    return answer(await _finish_deletion(services, deleted))
-
-
-@router.delete("/tenant", responses=describe_answer("DeletedAnswer"))
-async def delete_tenant(services: Here, principal: Caller) -> Response:
-    """Delete everything of the caller's tenant: sessions, turns, rewards, policies and keys, also the caller's own.
-
-    The files of its policies' versions are deleted too. The answer names what is left.
-    """
-    total = await services.writer.delete_all(retention.delete_tenant, principal.tenant)
-    services.forget_keys()
-    services.counts.forget(principal.tenant)
-    return answer(await _finish_deletion(services, total))
-
-
-async def _finish_deletion(services: Services, deleted: retention.Deleted) -> retention.Deletion:
-    """Remove deleted sessions from memory, and the files of deleted policies; return what is left."""
-    for tenant, session_id in deleted.sessions:
-        services.forget_session(tenant, session_id)
-    return await asyncio.to_thread(retention.finish, services.database, deleted)

@@ -33,7 +33,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
 from turnwise.json_text import dumps
-from turnwise.store import conversations, forks, sessions
+from turnwise.store import conversations, sessions
 from turnwise.store.database import Connection, Database
 from turnwise.types import Outcome, Role, Session, SessionKey, Turn
 
@@ -242,19 +242,6 @@ class SessionCache(LiveSessions):
         if created:
             self.put(LiveSession(stored))
         return stored
-
-    async def fork(self, session: Session, turn_id: str, *, before: bool) -> Session:
-        """Store `session` with copies of a turn and its ancestors, in short transactions; see `store.forks`."""
-        path, num_copied = await self._database.fetch(forks.read_path, session, turn_id, before=before)
-        root_id = path[0] if path else None
-        while True:
-            some = path[num_copied : num_copied + forks.SLICE_TURNS]
-            async with self._writer.slices:
-                stored, num_more = await self._writer.do(forks.copy_turns, session, root_id, some)
-            num_copied += num_more
-            if num_copied == len(path):
-                self.drop((session.tenant, session.session_id))
-                return stored
 
     async def refresh(self, live: LiveSession) -> None:
         """Add the turns that other processes have committed, or this process before a restart."""

@@ -23,7 +23,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
 from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
 from turnwise.errors import StoreUnavailable
-from turnwise.store import keys, retention, rows
+from turnwise.store import keys, rows
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection
 from turnwise.telemetry.tracing import current_request
@@ -76,8 +76,6 @@ class Writer:
         """Jobs by their numbers, oldest first."""
         self.slices = asyncio.Lock()
         """Held while one slice of a long change is written: several of them at once delay other writes as one does."""
-        self.has_deleted = asyncio.Event()
-        """Set when sessions were deleted whose rows are to be swept."""
         self._outgoing: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -162,38 +160,6 @@ class Writer:
         """
         result: T = await self._submit(Work(function, arguments, options))
         return result
-
-    async def delete_all(
-        self,
-        delete_some: Callable[Concatenate[Connection, P], retention.Deleted],
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> retention.Deleted:
-        """Repeat a deletion, one short transaction each time, while it has more; then wake whoever sweeps the rest.
-
-        Raises:
-            StoreUnavailable: when a transaction could not be committed in time; those before it are.
-        """
-        total = retention.Deleted()
-        while True:
-            async with self.slices:
-                deleted = await self.do(delete_some, *arguments, **options)
-            total += deleted
-            if not deleted.has_more:
-                self.has_deleted.set()
-                return total
-
-    async def sweep(self) -> None:
-        """Delete the rows of deleted sessions, one short transaction each time.
-
-        Raises:
-            StoreUnavailable: when a transaction could not be committed in time; those before it are.
-        """
-        self.has_deleted.clear()
-        has_more = True
-        while has_more:
-            async with self.slices:
-                has_more = await self.do(retention.sweep)
 
     async def close(self) -> None:
         """Write the queued jobs, then stop the process."""

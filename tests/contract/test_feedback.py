@@ -18,7 +18,8 @@ from trainer.batch.selection import SelectionRule, offer
 from turnwise.chains import HINTS
 from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import claims, experiences, groups, retention
+from turnwise.features import retention
+from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import utc_now

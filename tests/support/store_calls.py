@@ -16,7 +16,7 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import labels
+from turnwise.features import feedback, forks, labels, retention
 from turnwise.features.labels import Label
 from turnwise.features.prices import read_costs
 from turnwise.store import (
@@ -26,15 +26,12 @@ from turnwise.store import (
     consent,
     conversations,
     experiences,
-    feedback,
-    forks,
     groups,
     keys,
     media,
     notices,
     overview,
     policies,
-    retention,
     rewards,
     rows,
     schema,

@@ -28,7 +28,7 @@ from turnwise.errors import NotFound
 from turnwise.types import Json, utc_now, values_of
 
 if TYPE_CHECKING:
-    from turnwise.store import retention
+    from turnwise.features import retention
     from turnwise.store.database import Connection, Database
 
 COLUMNS = (
@@ -88,7 +88,7 @@ def _print_sessions(found: list[Json], limit: int, place: str, *, as_json: bool)
 @json_option
 def prune(older_than_days: float, database: str | None, *, as_json: bool) -> None:
     """Delete sessions that have been over for this long, with turns and rewards; what waits for training stays."""
-    from turnwise.store import retention
+    from turnwise.features import retention
 
     before = utc_now() - dt.timedelta(days=older_than_days)
     with opened(database_url(database), creates=False) as store:
@@ -115,7 +115,7 @@ def forget(
     if tenant is None and session_id is None and user_id is None:
         raise click.UsageError("give --session-id or --user-id, or --tenant to delete everything of a tenant")
     tenant = tenant or "default"
-    from turnwise.store import retention
+    from turnwise.features import retention
     from turnwise.store.selection import SessionFilter
 
     with opened(database_url(database), creates=False) as store:
@@ -178,7 +178,7 @@ def archive(
 
 def _delete_all(database: Database, delete_some: Callable[[Connection], retention.Deleted]) -> Json:
     """Repeat a deletion, one short transaction each time, until nothing is left; return what it removed and left."""
-    from turnwise.store import retention
+    from turnwise.features import retention
 
     finished: Json = dataclasses.asdict(retention.finish(database, retention.delete_all(database, delete_some)))
     return finished

@@ -16,8 +16,8 @@ import sqlalchemy as sa
 
 from turnwise.store import groups
 from turnwise.store.conversations import newest_generation
+from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.notices import forget_in_states
-from turnwise.store.retention import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.rows import RowFormat, StoredRow
 from turnwise.store.schema import consent_marks, sessions
 from turnwise.store.selection import SessionFilter, is_session, session_row

@@ -19,7 +19,8 @@ from trainer.claims.claims import Claims
 from trainer.settings import TrainerSettings
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
-from turnwise.store import retention, serving, versions
+from turnwise.features import retention
+from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards

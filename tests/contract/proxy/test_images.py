@@ -17,7 +17,7 @@ from support.in_process import in_process_proxy
 from support.servers import serving
 
 from proxy.calls.images import is_public
-from turnwise.store import retention
+from turnwise.features import retention
 from turnwise.store.database import Database
 from turnwise.store.schema import media
 

@@ -19,7 +19,7 @@ from proxy.http.connections import LEFT
 from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound, ReloadFailed, StoreUnavailable
-from turnwise.store import retention
+from turnwise.features import retention
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 KEYED = {"idempotency-key": "k"}

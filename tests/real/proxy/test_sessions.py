@@ -22,7 +22,8 @@ from proxy.sessions.place import CallPlace, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import conversations, retention
+from turnwise.features import retention
+from turnwise.store import conversations
 from turnwise.store.database import Connection, Database
 from turnwise.store.rows import to_micros
 from turnwise.store.selection import SessionFilter

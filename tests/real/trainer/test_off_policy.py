@@ -24,7 +24,8 @@ from trainer.replay import Entry, ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, experiences, groups, notices, retention, schema, updates
+from turnwise.features import retention
+from turnwise.store import claims, experiences, groups, notices, schema, updates
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import name_digest

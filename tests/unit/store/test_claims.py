@@ -13,7 +13,8 @@ from support.ledger_samples import add_finished, add_session, finish, make_turn,
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, notices, retention, rows, schema, sessions, turns, updates, versions
+from turnwise.features import retention
+from turnwise.store import claims, notices, rows, schema, sessions, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Session, Turn, UpdateRecord, name_digest, utc_now

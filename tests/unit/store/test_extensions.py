@@ -7,9 +7,9 @@ import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session
 
 from turnwise.errors import InvalidRequest
-from turnwise.features import EXTENSIONS, labels
+from turnwise.features import EXTENSIONS, labels, retention
 from turnwise.features.labels import Label
-from turnwise.store import extensions, retention, sessions
+from turnwise.store import extensions, sessions
 from turnwise.store.search import session_records
 from turnwise.store.selection import SessionFilter
 

@@ -10,9 +10,9 @@ from support.ledger_samples import add_finished, add_session, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import labels
+from turnwise.features import feedback, labels, retention
 from turnwise.features.labels import Label
-from turnwise.store import claims, experiences, feedback, retention, schema, sessions, turns
+from turnwise.store import claims, experiences, schema, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.search import session_records
 from turnwise.store.selection import SessionFilter

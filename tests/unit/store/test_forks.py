@@ -4,7 +4,8 @@ import pytest
 from support.ledger_samples import add_session, make_turn
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import forks, retention, sessions, turns
+from turnwise.features import forks, retention
+from turnwise.store import sessions, turns
 from turnwise.store.database import Database
 from turnwise.types import Session
 

@@ -4,7 +4,8 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.store import keys, retention, schema
+from turnwise.features import retention
+from turnwise.store import keys, schema
 from turnwise.store.keys import KeyRole
 
 

@@ -10,12 +10,12 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.features import retention
 from turnwise.store import (
     conversations,
     experiences,
     groups,
     overview,
-    retention,
     rewards,
     rows,
     selection,

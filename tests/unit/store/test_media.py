@@ -16,7 +16,8 @@ from turnwise import chains
 from turnwise.commands.export import _sessions
 from turnwise.exchange import training_formats
 from turnwise.exchange.archive import archive, restore
-from turnwise.store import experiences, forks, media, retention, rows, schema, turns
+from turnwise.features import forks, retention
+from turnwise.store import experiences, media, rows, schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Json, PlacedImage, Session, Turn, utc_now

@@ -12,6 +12,7 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.routes.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.features import retention
 from turnwise.store import (
     arms,
     claims,
@@ -20,7 +21,6 @@ from turnwise.store import (
     groups,
     overview,
     policies,
-    retention,
     rewards,
     rows,
     schema,

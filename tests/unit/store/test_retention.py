@@ -8,7 +8,8 @@ from support.full_disk import no_file_over
 from support.ledger_samples import add_finished, add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError, StoreUnavailable
-from turnwise.store import claims, forks, keys, overview, retention, rewards, schema, selection, sessions, turns
+from turnwise.features import forks, retention
+from turnwise.store import claims, keys, overview, rewards, schema, selection, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.search import count_sessions
 from turnwise.store.selection import SessionFilter

@@ -7,8 +7,8 @@ becomes a group of sessions that SFT and DPO train, see `turnwise.store.feedback
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -16,6 +16,7 @@ from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.dialects.base import template_arguments
+from proxy.features.feedback.settings import FeedbackRewards, FeedbackSettings
 from proxy.routes.control import (
     Body,
     Caller,
@@ -27,17 +28,21 @@ from proxy.routes.control import (
     answer,
     describe_answer,
     page,
-    record_json,
 )
+from proxy.routes.declared import Routes
 from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.sessions.template import ChatTemplate, Unsafe
-from proxy.settings import FeedbackRewards
+from proxy.settings import ProxySettings
 from turnwise.chains import as_root, images_of, is_trainable, token_keys
 from turnwise.errors import Conflict, InvalidRequest
-from turnwise.store import feedback, selection, sessions, turns
+from turnwise.features import feedback
+from turnwise.store import selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 from turnwise.types import Feedback, FeedbackKind, Json, Session, Turn, image_digests
+
+if TYPE_CHECKING:
+    from proxy.routes.models import Answer
 
 MAX_COMMENT = 10_000
 MAX_REPLY = 200_000
@@ -49,6 +54,7 @@ MAX_HINT = 32_768
 BETTER_REPLY = "This would be a better reply:\n\n{}"
 """How an edited reply is told to the policy that teaches."""
 
+_PUBLIC = tuple(each.name for each in dataclasses.fields(Feedback) if each.name not in ("tenant", "content"))
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["rewards"])
 
 
@@ -124,7 +130,7 @@ async def post_feedback(
     stored = await services.writer.do(
         feedback.add,
         given,
-        reward=_reward(wanted, services.settings.feedback_rewards),
+        reward=_reward(wanted, services.settings),
         group=group,
         idempotency_key=idempotency_key,
         body_digest=body_digest(await request.body()),
@@ -290,7 +296,9 @@ def hint_of(template: ChatTemplate | None, view: TurnView, text: str) -> Json | 
     return {"turn_id": view.turn.turn_id, "kept": kept, "token_ids": added} if len(added) <= MAX_HINT else None
 
 
-def _reward(wanted: NewFeedback, table: FeedbackRewards) -> float | None:
+def _reward(wanted: NewFeedback, settings: ProxySettings) -> float | None:
+    assert isinstance(settings, FeedbackSettings)
+    table: FeedbackRewards = settings.feedback_rewards
     up, down = table["up"], table["down"]
     if wanted.value is None or isinstance(wanted.value, str):
         return table.get("correction")
@@ -303,4 +311,23 @@ def _reward(wanted: NewFeedback, table: FeedbackRewards) -> float | None:
 def _feedback_json(record: Feedback) -> Json:
     content = record.content
     named = {"value": content["value"], "scale": content.get("scale"), "over": content.get("over", [])}
-    return record_json(record) | {"turn_id": record.turn_id or None} | named
+    return {name: getattr(record, name) for name in _PUBLIC} | {"turn_id": record.turn_id or None} | named
+
+
+def _answers() -> Iterable[type[Answer]]:
+    from proxy.routes.models import answer_model, field, page_model
+
+    one = answer_model(
+        "FeedbackAnswer",
+        Feedback,
+        "What a person said about a session or a turn.",
+        only=_PUBLIC,
+        turn_id=field(str | None, "The turn that it is about; null for the whole session."),
+        value=field(bool | float | str | None, "The thumb, rating, text or edited reply; null for a choice."),
+        scale=field(list[float] | None, "The lowest and the highest rating; null without a scale."),
+        over=field(list[str], "The turns that a demonstration was preferred to."),
+    )
+    return one, page_model("FeedbackPage", one, "The feedback of a session.")
+
+
+ROUTES = Routes(router=router, actions={"POST /v1/feedback": "reward", "GET /v1/feedback": "read"}, answers=_answers)

@@ -16,6 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.store import extensions
+from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.media import sweep_media
@@ -42,10 +43,9 @@ from turnwise.store.schema import (
 from turnwise.store.selection import SessionFilter, session_row
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
 from turnwise.store.turns import fitting
-from turnwise.types import FEEDBACK, GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
+from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files
 
-SESSIONS_AT_ONCE = 100
 TURNS_AT_ONCE = 100
 BYTES_AT_ONCE = 4 * 2**20
 """Maximum number of turns, and of bytes of them, that one transaction deletes; the first turn may be larger."""
@@ -227,38 +227,6 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
 def _delete_first(conn: sa.Connection, wanted: sa.Select[*tuple[Any, ...]], *, with_forks: bool = False) -> Deleted:
     found = conn.execute(wanted.limit(SESSIONS_AT_ONCE).with_for_update(of=sessions)).all()
     return dataclasses.replace(_delete_with_copies(conn, found, with_forks=with_forks), has_more=bool(found))
-
-
-def _copies_of(
-    conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
-) -> Sequence[StoredRow]:
-    """Return the rows of some sessions that hold copies of turns of these: what demonstrations made, and forks."""
-    c, dialect = session_copies.c, conn.dialect
-    names = [(row.tenant, row.session_id) for row in found]
-    # As in `forget_sessions`, the first two conditions are those that the databases search by.
-    copies = sa.select(c.session_pk).where(
-        is_among(dialect, c.tenant, {tenant for tenant, _ in names}),
-        is_among(dialect, c.source_id, {session_id for _, session_id in names}),
-        sa.tuple_(c.tenant, c.source_id).in_(names),
-    )
-    if not with_forks:
-        copies = copies.where(c.made_by == FEEDBACK)
-    holding = sa.select(sessions).where(sessions.c.session_pk.in_(copies), *wanted)
-    return conn.execute(holding.limit(SESSIONS_AT_ONCE).with_for_update()).all()
-
-
-def deepest_copies(
-    conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
-) -> Sequence[StoredRow]:
-    """Return copies of which there are no copies; the sessions themselves where they have none."""
-    deepest, seen = found, {row.session_pk for row in found}
-    while True:
-        copies = _copies_of(conn, deepest, *wanted, with_forks=with_forks)
-        below = [row for row in copies if row.session_pk not in seen]
-        if not below:
-            return deepest
-        deepest = below
-        seen |= {row.session_pk for row in below}
 
 
 def _delete_with_copies(conn: sa.Connection, found: Sequence[StoredRow], *, with_forks: bool = False) -> Deleted:

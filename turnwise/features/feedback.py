@@ -16,7 +16,8 @@ import sqlalchemy as sa
 
 from turnwise import chains
 from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
-from turnwise.store import forks, retention, rows
+from turnwise.features import forks, retention
+from turnwise.store import rows
 from turnwise.store.rewards import add_rewards, claim_key
 from turnwise.store.schema import feedback, session_copies, sessions
 from turnwise.store.selection import SessionFilter, lock_sessions, session_row, sessions_of_turns

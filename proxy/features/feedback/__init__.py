@@ -1,0 +1,1 @@
+"""What people say about replies: its routes, and the rewards of thumbs."""

@@ -1,0 +1,46 @@
+"""Which sessions hold copies of turns of others, made of demonstrations or as forks, to treat them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from turnwise.store.rows import StoredRow
+from turnwise.store.schema import session_copies, sessions
+from turnwise.store.statements import is_among
+from turnwise.types import FEEDBACK
+
+SESSIONS_AT_ONCE = 100
+
+
+def _copies_of(
+    conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
+) -> Sequence[StoredRow]:
+    """Return the rows of some sessions that hold copies of turns of these: what demonstrations made, and forks."""
+    c, dialect = session_copies.c, conn.dialect
+    names = [(row.tenant, row.session_id) for row in found]
+    # As in `rewards.forget_sessions`, the first two conditions are those that the databases search by.
+    copies = sa.select(c.session_pk).where(
+        is_among(dialect, c.tenant, {tenant for tenant, _ in names}),
+        is_among(dialect, c.source_id, {session_id for _, session_id in names}),
+        sa.tuple_(c.tenant, c.source_id).in_(names),
+    )
+    if not with_forks:
+        copies = copies.where(c.made_by == FEEDBACK)
+    holding = sa.select(sessions).where(sessions.c.session_pk.in_(copies), *wanted)
+    return conn.execute(holding.limit(SESSIONS_AT_ONCE).with_for_update()).all()
+
+
+def deepest_copies(
+    conn: sa.Connection, found: Sequence[StoredRow], *wanted: sa.ColumnElement[bool], with_forks: bool
+) -> Sequence[StoredRow]:
+    """Return copies of which there are no copies; the sessions themselves where they have none."""
+    deepest, seen = found, {row.session_pk for row in found}
+    while True:
+        copies = _copies_of(conn, deepest, *wanted, with_forks=with_forks)
+        below = [row for row in copies if row.session_pk not in seen]
+        if not below:
+            return deepest
+        deepest = below
+        seen |= {row.session_pk for row in below}
