@@ -16,12 +16,11 @@ from typing import Any
 
 import aiohttp
 import orjson
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = WAIT_SECONDS
 """Limit of one attempt: the proxies' own deadlines are 3 and 5 seconds, and no fault lasts longer than 9."""
 PAUSE_SECONDS = 0.05
-PROGRESS_SECONDS = 180.0
 GROUP_SIZE = 2
 CALLS_PER_SESSION = 3
 PERMITTED = {409, 429, 502, 503, 504}
@@ -48,8 +47,8 @@ class Observed:
         """Tenant, session and turn of each reward that was acknowledged."""
         self.refusals: Counter[tuple[int, str]] = Counter()
         self.broken_connections = 0
-        self.seconds: list[float] = []
-        """Duration of each attempt, in the order of their ends."""
+        self.attempts: list[tuple[float, float]] = []
+        """Start and end of each attempt on the monotonic clock, in the order of their ends; seconds."""
         self.violations: list[str] = []
 
 
@@ -128,7 +127,7 @@ class Agent:
                 self._observed.violations.append(f"{url} was not answered in {DEADLINE_SECONDS} s")
             except (aiohttp.ClientError, ConnectionResetError):
                 self._observed.broken_connections += 1
-            self._observed.seconds.append(time.monotonic() - started)
+            self._observed.attempts.append((started, time.monotonic()))
             if answer is not None:
                 return answer
             await asyncio.sleep(PAUSE_SECONDS)
@@ -230,7 +229,7 @@ class Crowd:
     def wait_for(self, count: int) -> None:
         """Wait for so many further replies."""
         wanted = len(self.observed.replies) + count
-        wait_until(lambda: len(self.observed.replies) >= wanted, "the agents get further replies", PROGRESS_SECONDS)
+        wait_until(lambda: len(self.observed.replies) >= wanted, "the agents get further replies")
 
     def is_playing(self) -> bool:
         return self._thread.is_alive()
@@ -245,14 +244,14 @@ class Crowd:
     def finish(self) -> None:
         """Stop, and wait until all started groups are finished."""
         self.stop()
-        self.join(PROGRESS_SECONDS)
+        self.join(WAIT_SECONDS)
         assert not self.is_playing()
 
     def close(self) -> None:
         """End at once."""
         with contextlib.suppress(RuntimeError):  # they have finished
             self._loop.call_soon_threadsafe(self._playing.cancel)
-        self.join(PROGRESS_SECONDS)
+        self.join(WAIT_SECONDS)
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):

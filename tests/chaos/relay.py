@@ -7,11 +7,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from support.waiting import WAIT_SECONDS
+
 Address = int | Path
 """A port on loopback, or the path of a Unix socket."""
 
 CHUNK_BYTES = 65_536
-CALL_SECONDS = 10.0
 
 
 class Relay:
@@ -51,11 +52,11 @@ class Relay:
         self._call(self._cut())
         self._call(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_SECONDS)
+        self._thread.join(WAIT_SECONDS)
         self._loop.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_SECONDS)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_SECONDS)
 
     async def _serve(self) -> asyncio.Server:
         if isinstance(self.address, Path):

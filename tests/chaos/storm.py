@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 from chaos import invariants
 from chaos.world import World
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.store import overview
 
@@ -21,8 +21,6 @@ KILL_A_PROXY = "kill a proxy"
 RESTART_THE_DATABASE = "restart the database"
 FIRST_FAULTS = [KILL_A_PROXY, "stop a trainer", "jump the clock", "kill a trainer"]
 """Faults of the first rounds, one each, so that a short storm has them too."""
-RECOVERY_SECONDS = 60.0
-FINISH_SECONDS = 180.0
 HOLD_SECONDS = (0.2, 2.5)
 LONG_HOLD_SECONDS = (6.0, 9.0)
 """Longer than the proxies' own deadlines; one round in ten."""
@@ -67,9 +65,9 @@ class Storm:
             self._world.clock.jump(0.0)
         finally:
             crowd.stop()
-        crowd.join(FINISH_SECONDS)
+        crowd.join(WAIT_SECONDS)
         if crowd.is_playing():
-            self.report.violations.append(f"the agents did not finish within {FINISH_SECONDS:.0f} s after the storm")
+            self.report.violations.append(f"the agents did not finish within {WAIT_SECONDS:.0f} s after the storm")
             return self.report
         self._wait_until_trained()
         self.report.violations += invariants.violations(self._world, crowd.observed)
@@ -139,7 +137,7 @@ class Storm:
             lambda: len(observed.replies) >= before + wanted,
             f"the agents get replies again; seed {self.report.seed}, last fault {self.report.faults[-1:]}, "
             f"refusals {dict(observed.refusals)}, violations {observed.violations[:3]}",
-            RECOVERY_SECONDS,
+            WAIT_SECONDS,
         )
 
     def _wait_until_trained(self) -> None:
@@ -152,18 +150,19 @@ class Storm:
             return set(statuses) <= {"trained", "dropped"}
 
         try:
-            wait_until(is_all_trained, "all groups are trained", FINISH_SECONDS)
+            wait_until(is_all_trained, "all groups are trained")
         except AssertionError as error:
             self.report.violations.append(str(error))
 
     def _summary(self) -> str:
         observed = self._world.crowd.observed
         trained = len(invariants.times_trained(self._world.database))
+        longest = max(end - start for start, end in observed.attempts)
         return (
             f"{self._world.kind}, seed {self.report.seed}: {len(self.report.faults)} rounds of faults, "
             f"{len(observed.replies)} replies seen whole, {trained} turns trained, "
             f"refusals {dict(observed.refusals)}, {observed.broken_connections} connections broken, longest attempt "
-            f"{max(observed.seconds):.1f} s, memory {min(self.report.memory) / 2**20:.0f} to "
+            f"{longest:.1f} s, memory {min(self.report.memory) / 2**20:.0f} to "
             f"{max(self.report.memory) / 2**20:.0f} MiB; {len(self.report.violations)} violations"
         )
 

@@ -15,6 +15,7 @@ from support.database_clock import DatabaseClock
 from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 from support.tiny_checkpoints import write_weights
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from turnwise.store import keys
@@ -43,7 +44,7 @@ class World:
         self.database_relay: Relay | None = None
         self.postgres: PrivatePostgres | None = None
         self.url, proxies_url = self._make_database(kind, directory)
-        self.database = Database(self.url, lock_timeout_seconds=30)
+        self.database = Database(self.url, lock_timeout_seconds=WAIT_SECONDS)
         running.callback(self.database.close)
         self.database.upgrade()
         self.clock = DatabaseClock(self.database, directory)

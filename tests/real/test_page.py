@@ -434,7 +434,7 @@ def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_element
     page.locator("summary:text('Tokens')").last.click()
     page.wait_for_selector(".tokens span")
     print(f"the view opened in {opened - started:.2f} s, its tokens in {time.perf_counter() - opened:.2f} s")
-    assert window.num_layouts() - num_layouts < 30, "each of 200 blocks caused a layout"
+    assert window.num_layouts() - num_layouts < 100, "each of 200 blocks caused a layout"
     num_tokens = int(page.get_attribute(".tokens", "aria-label").split(" tokens")[0].replace(",", ""))
     assert 100_000 < num_tokens < 110_000
     assert page.evaluate("document.querySelectorAll('*').length") < 3000

@@ -25,7 +25,7 @@ from support.checkpoints import Forward, copied, forward_of, write_adapter, writ
 from support.control_plane import ask, metric, policy, publish, publish_in_store, wait_for_status
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
@@ -81,7 +81,7 @@ class Observed:
 async def streams(proxy: RunningProxy, count: int, watched: Observed):
     """Keep this many streams running while the block runs; each finishes its last call."""
     stop = asyncio.Event()
-    async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0, timeout=60) as client:
+    async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0, timeout=WAIT_SECONDS) as client:
 
         async def agent(number: int) -> None:
             round_ = 0

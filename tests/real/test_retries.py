@@ -1,9 +1,10 @@
 """Retried calls through a running proxy: no client gets the answer to another client's call."""
 
 import asyncio
+import http.client
 import sqlite3
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -11,7 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 from support.control_plane import metric
 from support.proxies import RunningProxy
-from support.waiting import WAIT_SECONDS, wait_until
+from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine
+from turnwise_fake_engine.delivery import Delivery
 from turnwise_fake_engine.script import Fault, FaultKind, Reply, Rule
 
 from turnwise.types import Outcome
@@ -42,12 +45,17 @@ def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(fake_engin
     assert sorted(view.turn.turn_id for view in proxy.turns()) == sorted(ids)
 
 
-def call_and_leave_before_the_commit(proxy: RunningProxy, url: str) -> None:
+def call_and_leave_before_the_commit(proxy: RunningProxy, engine: RunningFakeEngine) -> None:
     """Give up while the turn waits for the locked database; it is stored after that."""
     lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
-    with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{url}/chat/completions", json=CHAT, timeout=3.0)
+    num_calls = len(engine.calls)
+    client = http.client.HTTPConnection(proxy.url.removeprefix("http://"))
+    body = httpx2.Request("POST", proxy.url, json=CHAT).content  # the retries' body, byte for byte
+    client.request("POST", "/sessions/s/v1/chat/completions", body, {"content-type": "application/json"})
+    wait_until(lambda: [each.outcome for each in engine.calls[num_calls:]] == ["finished"], "the engine has answered")
+    wait_until(lambda: metric(proxy, "turnwise_writer_queue") > 0, "the turn waits to be written")
+    client.close()
     lock.execute("ROLLBACK")
     lock.close()
 
@@ -56,10 +64,10 @@ def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(fake
     proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "1")
     url = proxy.session_v1("s")
     post(proxy, url=url).raise_for_status()
-    call_and_leave_before_the_commit(proxy, url)
+    call_and_leave_before_the_commit(proxy, fake_engine)
     wait_until(lambda: len(proxy.turns("s")) == 2, "the turn is stored")
     wait_until(lambda: metric(proxy, "turnwise_calls_in_flight") == 0, "its place is free")
-    fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG_STREAM, contains="slowly"))
     slow = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
     with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=slow) as running:
         lines = running.iter_lines()  # closing it would end the call
@@ -70,22 +78,37 @@ def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(fake
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_key_at_two_proxies_at_once_is_one_turn(fake_engine, start_proxy, stream):
+def test_a_key_at_two_proxies_at_once_is_one_turn(fake_engine, start_proxy, monkeypatch, stream):
     """The reply that is stored second is replaced by the stored one; a stream that has begun ends with an error."""
     one = start_proxy(fake_engine.url)
     other = start_proxy(fake_engine.url, database_url=one.database_url)
-    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi, this takes a while.", pace_seconds=0.1)))
-    replies: list[httpx2.Response] = []
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi, this takes a while.", pace_seconds=0.001)))
+    begun, may_end, write = [], threading.Event(), Delivery._write
 
-    def call(proxy: RunningProxy) -> None:
-        replies.append(post(proxy, {**CHAT, "stream": stream}, idempotency_key="k"))
+    async def write_and_hold(delivery: Delivery, send: Any, abort: Any) -> None:
+        async def send_and_hold(message: dict[str, Any]) -> None:
+            await send(message)
+            while not may_end.is_set():  # noqa: ASYNC110  the engine runs in another thread
+                await asyncio.sleep(0.01)
 
-    clients = [threading.Thread(target=call, args=(proxy,)) for proxy in (one, other)]
-    for client in clients:
-        client.start()
-    deadline = time.monotonic() + WAIT_SECONDS
-    for client in clients:
-        client.join(deadline - time.monotonic())
+        await write(delivery, send_and_hold, abort)
+
+    def call(proxy: RunningProxy) -> httpx2.Response:
+        given = {"idempotency-key": "k"}
+        with httpx2.stream(
+            "POST", f"{proxy.v1}/chat/completions", json={**CHAT, "stream": stream}, headers=given
+        ) as reply:
+            begun.append(proxy)
+            reply.read()
+            return reply
+
+    monkeypatch.setattr(Delivery, "_write", write_and_hold)
+    num_calls = len(fake_engine.calls)
+    with ThreadPoolExecutor(2) as clients:
+        calls = [clients.submit(call, proxy) for proxy in (one, other)]
+        wait_until(lambda: len(begun if stream else fake_engine.calls[num_calls:]) == 2, "both calls have begun")
+        may_end.set()
+        replies = [each.result() for each in calls]
     (view,) = one.turns()
     if stream:
         assert sorted("idempotency_key_in_use" in reply.text for reply in replies) == [False, True]

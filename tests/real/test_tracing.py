@@ -2,7 +2,7 @@
 
 import gzip
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -120,15 +120,15 @@ def test_calls_succeed_while_the_collector_is_unreachable(fake_engine, start_pro
 
 
 def test_a_collector_that_does_not_answer_delays_no_stop(monkeypatch):
-    """An export may take five seconds, and the SDK's own shutdown waits for 30."""
+    """The SDK's own shutdown waits for half a minute, and goes on when the stop is over."""
+    monkeypatch.setattr(tracing, "COLLECTOR_SECONDS", WAIT_SECONDS)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = tracing.Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "test", lambda _: None)
         context = tracer.begin(tracing.make_context("", ""), "GET", "/")
         context.trace.end("GET /", 200)
         monkeypatch.setattr(tracing, "COLLECTOR_SECONDS", 0.1)
-        started = time.monotonic()
         tracer.close()
-        assert time.monotonic() - started < 4.0
+        assert "last spans" in {thread.name for thread in threading.enumerate()}
 
 
 def sent(trace_id: str) -> dict[str, str]:

@@ -20,7 +20,6 @@ from trainer.parallel import check_address
 from turnwise.errors import SettingsError
 from turnwise.store import overview, updates
 
-SECONDS = 240.0
 PORT = 29431
 ADDRESSES = {"host-a": "10.199.77.1", "host-b": "10.199.77.2"}
 HOSTS = list(ADDRESSES)
@@ -160,33 +159,33 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a
     named = {"GLOO_SOCKET_IFNAME": CABLE}
     apart = run.configs("policies-{}")
     with machines.training(apart) as running:
-        assert running["host-b"].wait(SECONDS) != 0
+        assert running["host-b"].wait(WAIT_SECONDS) != 0
     assert "the host name 'host-b' resolves to 127.0.1.1" in machines.log("host-b")
     assert "set GLOO_SOCKET_IFNAME" in machines.log("host-b")
 
     with machines.training(apart, **named) as running:
-        assert [running[host].wait(SECONDS) != 0 for host in HOSTS] == [True, True]
+        assert [running[host].wait(WAIT_SECONDS) != 0 for host in HOSTS] == [True, True]
     assert "is not the one of the first process on 'host-a': all machines of a trainer need one" in machines.log(
         "host-a"
     )
 
     together = run.configs("policies")
     with machines.training(together, **named) as running:
-        wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged", seconds=SECONDS)
+        wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged")
         machines.kill("host-b")
         run.play("second")
-        assert running["host-a"].wait(SECONDS) != 0
+        assert running["host-a"].wait(WAIT_SECONDS) != 0
     assert run.num_batches() == 1
 
     with machines.training(together, **named):
-        wait_until(lambda: run.num_batches() == 2, "the batch of the killed trainer is acknowledged", seconds=SECONDS)
+        wait_until(lambda: run.num_batches() == 2, "the batch of the killed trainer is acknowledged")
         machines.connect(is_up=False)
         run.play("third")
     assert run.num_batches() == 2
 
     machines.connect(is_up=True)
     with machines.training(run.configs("policies", total_batches=3), **named) as running:
-        assert [running[host].wait(SECONDS) for host in HOSTS] == [0, 0], machines.log("host-a")[-3000:]
+        assert [running[host].wait(WAIT_SECONDS) for host in HOSTS] == [0, 0], machines.log("host-a")[-3000:]
     with run.db.read() as conn:
         assert overview.count_rows(conn).groups == {"trained": 6}
         assert [record.update_id for record in updates.list_updates(conn)[0]] == [3, 2, 1]

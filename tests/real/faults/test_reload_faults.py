@@ -39,8 +39,12 @@ def engines() -> Iterator[list[BreakableEngine]]:
 
 
 @pytest.fixture
-def proxy(engines: list[BreakableEngine], start_proxy: StartProxy, tmp_path: Path) -> RunningProxy:
-    proxy = start_proxy(engines[0].url, "--engine", engines[1].url, "--reload-timeout-seconds", "3")
+def proxy(
+    engines: list[BreakableEngine], start_proxy: StartProxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> RunningProxy:
+    """A proxy whose engines are on version 1; it is as patient as usual, unless an engine hangs in the test."""
+    limit = ("--reload-timeout-seconds", "15") if "hanging" in request.node.name else ()
+    proxy = start_proxy(engines[0].url, "--engine", engines[1].url, *limit)
     wait_until(lambda: len(versions_of_engines(proxy)) == 2, "both engines are ready")
     publish_weights(proxy, tmp_path / "v1", 1)
     wait_for_status(proxy, 1, "active")
@@ -132,7 +136,9 @@ def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_br
 
 
 def test_calls_in_flight_to_an_engine_that_dies_fail_with_an_error_and_later_calls_go_to_another(proxy, engines):
+    """The engine is paused, so that none of its calls ends before it dies."""
     text = "a long story " * 40
+    ask(engines[0].url, "/pause?mode=keep", {})
     with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
         running = [executor.submit(call, proxy, f"doomed-{number}", text) for number in range(NUM_SESSIONS)]
         wait_until(lambda: ask(engines[0].url, "/fake/calls")["num_calls"] >= 3, "the first engine has calls")

@@ -66,7 +66,7 @@ async def test_an_engine_sleeps_while_the_trainer_computes_and_wakes_with_the_se
     await follow_until_computing(process, trainer)
     assert (engine.state.asleep, engine.state.sleep_levels) == ({"weights", "kv_cache"}, [level])
     body = {"model": engine.state.script.model, "messages": [{"role": "user", "content": "hello"}]}
-    call = asyncio.create_task(process.pool.engines[0].ask("POST", "/v1/chat/completions", body, seconds=30))
+    call = asyncio.create_task(process.pool.engines[0].ask("POST", "/v1/chat/completions", body, seconds=WAIT_SECONDS))
     stage.publish(2)
     await process.follow()  # no version is loaded into an engine that sleeps
     await process.look()

@@ -131,7 +131,7 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
         async def drive() -> None:
             async with process.reloader.lease.held():
                 steal_lease(stage, process.reloader.lease.token)
-                await asyncio.sleep(20)  # the loss cancels it; a time-out would look the same
+                await asyncio.sleep(WAIT_SECONDS)  # the loss cancels it; a time-out would look the same
 
         with pytest.raises(LeaseLost, match="another process may drive"):
             await drive()
@@ -140,7 +140,10 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
         assert stage.statuses() == ["published"]
 
 
-async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(stage):
+async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(
+    stage, monkeypatch
+):
+    monkeypatch.setattr("proxy.reload.lease.RENEW_SECONDS", WAIT_SECONDS)
     async with stage.process() as process:
         stage.publish(1)
         await process.writer.do(serving.serving_states)  # the writing process has started

@@ -2,9 +2,11 @@
 
 import os
 import signal
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sqlalchemy as sa
+from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import StoreUnavailable
 from turnwise.store import database as stored_database
@@ -23,36 +25,40 @@ def postgres_url(postgres_server, postgres_template):
 
 def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recovers(postgres_url, monkeypatch):
     """Without a deadline each such request blocks one more thread of the pool forever."""
-    monkeypatch.setattr(stored_database, "ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr(stored_database, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(stored_database, "ANSWER_SECONDS", WAIT_SECONDS)
     database = Database(postgres_url, pool_size=1)
     stopped = []
 
-    def stop_backend(connection) -> None:
-        stopped.append(connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one())
-        os.kill(stopped[-1], signal.SIGSTOP)
+    def backend_of(connection: sa.Connection) -> int:
+        """Return the process of a connection, which gets a second to answer from now on."""
+        pid = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+        connection.connection.driver_connection.answer_seconds = 1.0
+        return int(pid)
+
+    def stop(backend: int) -> None:
+        stopped.append(backend)
+        os.kill(backend, signal.SIGSTOP)
 
     def read_from_stopped() -> None:
         with database.read() as connection:
-            stop_backend(connection)
+            stop(backend_of(connection))
             serving.serving_state(connection)
 
-    started = time.monotonic()
-    try:
-        with pytest.raises(StoreUnavailable, match="has not answered"):
-            read_from_stopped()
+    def read_from_another() -> int:
         with database.read() as connection:
             serving.serving_state(connection)
-            idle = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
-        os.kill(idle, signal.SIGSTOP)  # while the connection is idle in the pool
-        stopped.append(idle)
-        with database.read() as connection:
-            serving.serving_state(connection)
-    finally:
-        for backend in stopped:
-            os.kill(backend, signal.SIGCONT)
-        database.close()
-    assert time.monotonic() - started < 100  # without a deadline, as long as the server is stopped
+            return backend_of(connection)
+
+    with ThreadPoolExecutor(1) as reader:
+        try:
+            with pytest.raises(StoreUnavailable, match="has not answered"):
+                reader.submit(read_from_stopped).result(WAIT_SECONDS)
+            stop(reader.submit(read_from_another).result(WAIT_SECONDS))  # while the connection is idle in the pool
+            assert reader.submit(read_from_another).result(WAIT_SECONDS) not in stopped
+        finally:
+            for backend in stopped:
+                os.kill(backend, signal.SIGCONT)
+    database.close()
 
 
 def test_the_server_cancels_a_statement_that_takes_too_long(postgres_url, monkeypatch):
