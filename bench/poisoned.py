@@ -32,7 +32,7 @@ from turnwise.processes.stack import command
 from turnwise.types import Json
 
 NUM_AGENTS = 6
-DEADLINE_SECONDS = 90.0
+DEADLINE_SECONDS = 600.0
 CANARY = ("--canary-share", "0.25", "--canary-min-sessions", "8", "--canary-reward-drop", "0.2")
 
 

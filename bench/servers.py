@@ -17,7 +17,7 @@ from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready
 from turnwise.store.database import Database
 
-START_SECONDS = 180
+START_SECONDS = 600
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ ANCESTRY: dict[int, tuple[int, ...]] = {0: (0,)}
 """The versions that each version's weights came from, as checkpoints hold them."""
 RATE = 3.0  # step of the logits a batch
 RULE = TrainerSettings(groups_per_batch=8, wait_seconds=None, max_versions_in_flight=None)
-MOST_ATTEMPTS, STOP_SECONDS = 600, 60.0
+MOST_ATTEMPTS, STOP_SECONDS = 6000, 600.0
 TOOLS = [{"type": "function", "function": {"name": "refund", "parameters": {"type": "object", "properties": {}}}}]
 
 

@@ -38,6 +38,7 @@ FASTER = 0.6
 """Required speedup, as a share of the factor in tokens."""
 FASTER_THAN_TRL = 1.5
 """Required speedup in trained tokens per second over TRL with one row per turn."""
+TARGETS = ("fewer_tokens", "faster", "faster_than_trl")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Maximum difference between the losses of the same completions."""
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
@@ -189,11 +190,11 @@ def peak_operations(device: torch.device) -> float | None:
     return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
 
 
-def missed(figures: dict[str, Any]) -> list[str]:
+def missed(figures: dict[str, Any], targets: Sequence[str]) -> list[str]:
     """Return a sentence for each missed target."""
     return [
         f"{figures['turns']} turns: {name} is {figures[name]:.2f}, below {figures[f'{name}_target']:.2f}"
-        for name in ("fewer_tokens", "faster", "faster_than_trl")
+        for name in targets
         if figures[name] is not None and figures[name] < figures[f"{name}_target"]
     ]
 
@@ -223,6 +224,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--row-tokens", type=int, help="of a packed row; by default the trainer's own choice")
     parser.add_argument("--peak-tflops", type=float, help="of the device, for the utilisation; by default by its name")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="a busy machine keeps the first")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -237,7 +239,7 @@ def main() -> int:
         bench.close()
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
-    complaints = [sentence for figures in found for sentence in missed(figures)]
+    complaints = [sentence for figures in found for sentence in missed(figures, given.targets)]
     print("\n".join(complaints) or "every target is met")
     return 1 if complaints else 0
 

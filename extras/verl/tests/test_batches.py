@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.proxies import running_proxy
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import running_fake_engine
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +23,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict:
         running_fake_engine() as engine,
         running_proxy(engine.url, f"sqlite:///{directory}/turnwise.db", directory) as proxy,
     ):
-        done = subprocess.run([PYTHON, program, proxy.url], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [PYTHON, program, proxy.url], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
