@@ -38,9 +38,9 @@ from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, Sess
 from proxy.writer.client import Writer
 from proxy.writer.process import redacted_document
 from turnwise.errors import EngineUnsuitable, StoreError
-from turnwise.settings import load_object
+from turnwise.settings import READABLE, load_object
 from turnwise.store import consent
-from turnwise.store.database import Database
+from turnwise.store.database import Database, readable_files
 
 log = logging.getLogger(__name__)
 
@@ -257,6 +257,8 @@ async def running_services(
     keep_freed_memory()
     database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
     await asyncio.to_thread(database.check_schema)
+    for file in readable_files(settings.database.get_secret_value()):
+        log.warning(READABLE, file, file)
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
     services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store, beside)
     await services.writer.start()

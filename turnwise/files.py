@@ -40,6 +40,16 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def create_private(path: Path) -> None:
+    """Create a file for its owner alone, if there is none: it will hold secrets, or what users wrote.
+
+    Raises:
+        OSError: there is none, and it cannot be created.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
 def synchronise(path: Path) -> None:
     """Make a file or a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -65,7 +75,9 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
+    """Write a file for its owner alone."""
     with replaced(path) as staged:
+        create_private(staged)
         staged.write_text(text, encoding="utf-8")
 
 
@@ -88,13 +100,15 @@ def write_once(path: Path, text: str, mode: int) -> None:
 def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) -> None:
     """Append lines without line ends, after the end of a last line that was cut.
 
-    The file may not exist yet, or be a pipe or a device. With `is_durable` the lines are on the disk at the return.
+    The file may be a pipe or a device; a new one is its owner's alone. With `is_durable` the lines are on the disk at
+    the return.
 
     Raises:
         OSError: the lines are not written, or only a part of them.
     """
     text = "".join(f"{line}\n" for line in lines)
     start = "\n" if _is_cut(path) else ""
+    create_private(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(start + text)
         if is_durable:

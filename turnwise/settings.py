@@ -14,8 +14,10 @@ import importlib
 import inspect
 import itertools
 import json
+import logging
 import os
 import re
+import stat
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -27,6 +29,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from pydantic_settings.exceptions import SettingsError as UnreadableVariable
 
 from turnwise.errors import SettingsError
+
+log = logging.getLogger(__name__)
 
 SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one for each process."""
@@ -40,6 +44,7 @@ MODELS = {
 }
 """Where the settings of each section are declared; a model is imported when its section is read."""
 
+READABLE = "other users of this machine can read %s, which may hold secrets and what users wrote: chmod 600 %s"
 DEFAULT_FILE = Path("turnwise.toml")
 
 ENVIRONMENT_PREFIX = "TURNWISE_"
@@ -121,9 +126,24 @@ def load_settings(
         merged |= values
         origins |= dict.fromkeys(values, origin)
     try:
-        return model_cls(**merged)
+        settings = model_cls(**merged)
     except pydantic.ValidationError as error:
         raise SettingsError(explain(error, model_cls, section, origins)) from error
+    path, (from_file, *_) = config or DEFAULT_FILE, sources.values()
+    has_secret = any(isinstance(getattr(settings, name), pydantic.SecretStr) for name in from_file)
+    if has_secret and is_readable_by_others(path):
+        log.warning(READABLE, path, path)
+    return settings
+
+
+def is_readable_by_others(path: Path) -> bool:
+    """Return whether users who are neither a file's owner nor of its group can read it."""
+    try:
+        found = path.resolve()
+        in_reach = all(parent.stat().st_mode & stat.S_IXOTH for parent in found.parents)
+        return in_reach and bool(found.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False
 
 
 def describe(settings: Settings, section: str) -> str:

@@ -38,7 +38,7 @@ from trainer.parallel import World
 from turnwise import version_directory
 from turnwise.engine_plugin.channel import TensorLayout, checksum_of
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
-from turnwise.files import lock, synchronise, write_whole
+from turnwise.files import lock, replaced, synchronise
 from turnwise.types import Json
 from turnwise.version_directory import LATEST, STATE_FILE
 
@@ -138,7 +138,8 @@ class Checkpoints:
             torch.save(values, staging / STATE_FILE)
             _save_tensors(tensors, staging / TENSORS, group)
             _check_shards(staging / TENSORS)
-        write_whole(self.directory / LATEST, self.policy_directory(version).name + "\n")
+        with replaced(self.directory / LATEST) as staged:
+            staged.write_text(self.policy_directory(version).name + "\n", encoding="utf-8")
 
     def read_state(self, version: int) -> dict[str, Any]:
         """Return the values that `write_state` wrote.

@@ -34,6 +34,7 @@ from turnwise.errors import (
     StoreUnavailable,
     TurnwiseError,
 )
+from turnwise.files import create_private
 from turnwise.types import Json, PolicyKind
 from turnwise.verify.engine import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.version_directory import base_version, read_json
@@ -329,6 +330,7 @@ def _command(log: Path, *arguments: str) -> str:
     from turnwise.processes.supervisor import KILLED, describe_exit, last_error
 
     log.parent.mkdir(parents=True, exist_ok=True)
+    create_private(log)
     with log.open("ab") as errors:
         start = errors.tell()
         try:

@@ -26,6 +26,7 @@ from turnwise.commands.place import (
 )
 from turnwise.errors import InvalidRequest
 from turnwise.exchange import plugins, training_formats
+from turnwise.files import create_private
 from turnwise.types import Credit, Json, SessionStatus, values_of
 
 if TYPE_CHECKING:
@@ -250,5 +251,6 @@ def _opened_output(output: Path | None) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
+    create_private(output)
     with output.open("w", encoding="utf-8") as file:
         yield file

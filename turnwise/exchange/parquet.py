@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise import __version__
 from turnwise.chains import Experience
+from turnwise.files import create_private
 from turnwise.support import support_json
 from turnwise.types import Json
 
@@ -24,6 +25,7 @@ def write_rows(path: Path, columns: Json, rows: Iterable[Mapping[str, Any]]) -> 
 
     schema: Any = pyarrow.schema(columns.items())
     remaining, count = iter(rows), 0
+    create_private(path)
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(itertools.islice(remaining, ROWS_IN_GROUP)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.errors import EngineUnavailable, TurnwiseError
 from turnwise.exchange import plugins
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
-from turnwise.settings import mask_credentials
+from turnwise.settings import READABLE, mask_credentials
 from turnwise.types import Json
 from turnwise.verify.engine import (
     ADDRESS_HINT,
@@ -149,7 +149,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.sampling import ADVICE, count_not_trained
         from turnwise.store import consent, notices, turns
-        from turnwise.store.database import Database, missing_file
+        from turnwise.store.database import Database, missing_file, readable_files
 
         missing = missing_file(url)
         if missing is not None:
@@ -177,6 +177,8 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     finally:
         database.close()
     yield Finding("database", Severity.OK, "reachable, with the tables of this release")
+    for file in readable_files(url):
+        yield Finding("permissions", Severity.WARN, READABLE % (file, file))
     if samplings:
         left_out = count_not_trained(samplings)
         text = (

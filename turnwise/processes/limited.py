@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from turnwise.errors import SettingsError
+from turnwise.files import create_private
 from turnwise.processes import guard
 
 P = ParamSpec("P")
@@ -57,6 +58,7 @@ async def run_limited(
     takes too long or is cancelled, `grace_seconds` is the time from the term signal to the kill.
     """
     started = time.monotonic()
+    create_private(log)
     with log.open("ab") as written:
         process = await asyncio.create_subprocess_exec(
             *guard.guarded(argv, grace_seconds),

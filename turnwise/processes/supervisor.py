@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from turnwise.errors import ChildFailed
+from turnwise.files import create_private
 from turnwise.processes import guard, ports
 from turnwise.processes.terminal import LogFollower, Say, printing
 from turnwise.settings import child_environment
@@ -227,6 +228,7 @@ class Supervisor:
         if child.port is not None and not ports.is_free(child.port):
             self._handle_taken_port(run, child.port)
             return
+        create_private(run.log_path)
         with run.log_path.open("ab") as log:
             run.log_start = log.tell()
             if child.shown_lines is not None and run.follower is None:

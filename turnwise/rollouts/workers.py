@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from turnwise.errors import GraderFailed, SettingsError
+from turnwise.files import create_private
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS, find_program
 from turnwise.processes.supervisor import tail_of
@@ -83,6 +84,7 @@ class CallPlayer:
     async def _started(self) -> _AgentWorker:
         """Start a worker and wait until it has imported the agent."""
         path = self._settings.directory() / "workers.log"
+        create_private(path)
         with path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *guard.guarded(self._argv, GRACE_SECONDS),

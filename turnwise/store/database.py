@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVa
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable, TurnwiseError
-from turnwise.files import replaced, synchronise
+from turnwise.files import create_private, replaced, synchronise
+from turnwise.settings import is_readable_by_others
 from turnwise.store.postgres import DeadlineConnection
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import metadata, policies
@@ -66,6 +67,8 @@ _MOVE = (
     "one (docs/operations.md, Upgrades), or name another database with --database"
 )
 _DEFAULT_POLICY = sa.select(policies.c.policy_id).where(policies.c.policy_id == DEFAULT_POLICY)
+FILE_ENDS = ("", "-wal", "-shm")
+"""Ends of the names of SQLite's files: of the data, the write-ahead log and its index."""
 MIN_CORRECTION = datetime.timedelta(seconds=1)
 """Difference of a clock to this process's own that counts as a correction."""
 _NO_FILE = ("SQLITE_CANTOPEN", "SQLITE_READONLY")
@@ -79,6 +82,14 @@ def missing_file(url: str) -> Path | None:
     if name is None or name.startswith((":", "file:")) or Path(name).exists():
         return None
     return Path(name)
+
+
+def readable_files(url: str) -> list[Path]:
+    """Return the files of an SQLite database that users besides its owner and group can read."""
+    parsed = _parsed(url)
+    name = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    files = [] if name is None or name.startswith((":", "file:")) else [Path(f"{name}{end}") for end in FILE_ENDS]
+    return [file for file in files if is_readable_by_others(file)]
 
 
 class Database:
@@ -229,6 +240,7 @@ class Database:
         self.check_schema()
         try:
             with replaced(target) as staged, attributed(), self._engine.connect() as conn:
+                create_private(staged)
                 execute(conn, "VACUUM INTO ?", (str(staged),))
                 synchronise(staged)  # SQLite does not
         except OSError as error:
@@ -367,6 +379,9 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
     @sa.event.listens_for(engine, "do_connect")
     def _connect(_dialect: Any, _record: Any, args: Any, options: Any) -> sqlite3.Connection:
+        if url.database and not url.database.startswith((":", "file:")):
+            with contextlib.suppress(OSError):  # SQLite says what is wrong with it; its log gets the file's permissions
+                create_private(Path(url.database))
         try:
             connection: sqlite3.Connection = sqlite3.connect(*args, **options)
             # SQLite does not wait while another process turns on the log of the same new file.

@@ -207,7 +207,7 @@ class _LineFile:
 def _open(path: Path) -> int:
     """Open a file to append to it; a FIFO for reading too, so that neither this nor a write waits for a reader."""
     access = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT
-    return os.open(path, access | os.O_APPEND | os.O_NOCTTY, 0o640)
+    return os.open(path, access | os.O_APPEND | os.O_NOCTTY, 0o600)
 
 
 def timestamp(seconds: float) -> str:
