@@ -14,6 +14,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -49,9 +50,9 @@ def calibrated() -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def costs(workers: int) -> dict[str, float]:
+def costs(workers: int, tiers: Sequence[str]) -> dict[str, float]:
     """Return the CPU seconds of each tier, and of the dearest tests, by name."""
-    argv = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "tests/unit", "tests/contract"]
+    argv = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *(f"tests/{tier}" for tier in tiers)]
     argv += ["-m", "not slow and not postgres"]
     done = subprocess.run(argv, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
@@ -63,9 +64,10 @@ def costs(workers: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--tiers", nargs="+", default=["unit", "contract"])
     parser.add_argument("--record", action="store_true", help="replace the recorded numbers")
     given = parser.parse_args()
-    before, seconds, after = calibrated(), costs(given.workers), calibrated()
+    before, seconds, after = calibrated(), costs(given.workers, given.tiers), calibrated()
     unit = (before + after) / 2
     print(f"one calibration took {before:.2f} s of CPU time before the tests, {after:.2f} s after them")
     measured = {name: round(spent / unit, 2) for name, spent in seconds.items()}

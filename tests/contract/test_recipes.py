@@ -16,6 +16,7 @@ from support.control_plane import ask
 from support.proxies import RunningProxy, running_proxy
 from support.tiny_models import make_model
 from support.trainer_ledger import settings_for, train
+from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
 from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
@@ -93,14 +94,16 @@ RIGHT = "def double(x):\n    return 2 * x"
         ("double = '\0'", "null"),
     ],
 )
-def test_code_passes_its_tests_or_is_told_why_not(code, expected):
+def test_code_passes_its_tests_or_is_told_why_not(monkeypatch, code, expected):
+    monkeypatch.setattr(coding, "SECONDS", WAIT_SECONDS)
     if "socket" in code and not coding.without_network():
         pytest.skip("this machine does not allow namespaces")
     found = coding.failure(code, TESTS)
     assert (expected in found) if expected else (found == "")
 
 
-def test_each_expression_that_is_asked_for_passes_its_own_tests_and_no_other_does():
+def test_each_expression_that_is_asked_for_passes_its_own_tests_and_no_other_does(monkeypatch):
+    monkeypatch.setattr(coding, "SECONDS", WAIT_SECONDS)
     for split, expressions in coding.ONE_LINE.items():
         for words, expression in expressions.items():
             task = coding.make_task(Only(words), split, one_line=True)

@@ -83,7 +83,7 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(site,
         command = [python, str(PROGRAM), proxy.url, address, chromium]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         played = subprocess.run(
-            command, capture_output=True, text=True, timeout=1500, check=False, env=environment, cwd=tmp_path
+            command, capture_output=True, text=True, timeout=7200, check=False, env=environment, cwd=tmp_path
         )
         views = proxy.turns()
     print(played.stdout, played.stderr[-3000:], sep="\n")

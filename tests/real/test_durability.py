@@ -55,7 +55,7 @@ def test_no_turn_is_lost_when_postgresql_is_stopped_under_load_and_started_again
             agents.wait_for(32)
         agents.finish()
         assert set(agents.observed.refusals) <= {(503, "store_unavailable"), (200, "store_unavailable")}
-        assert httpx2.get(f"{proxy.url}/readyz").status_code == 200
+        wait_until(lambda: httpx2.get(f"{proxy.url}/readyz").status_code == 200, "the proxy is ready again")
         assert_nothing_is_lost_or_doubled(agents, proxy, engine)
 
 

@@ -126,6 +126,10 @@ def test_a_grader_reads_the_session_and_rewards_its_steps(url, client, tmp_path)
     assert rewards == [[0.0], [1.0]]
 
 
+LIMITS = ("6", "60", "300")
+"""Seconds: the next one is tried where a busy machine did not come as far within the one before."""
+
+
 def test_the_time_limit_ends_the_whole_process_tree(url, client, tmp_path):
     """This includes a process that left its process group and its parent."""
     body = """
@@ -136,12 +140,15 @@ time.sleep(600)
 """
     agent = write_agent(tmp_path, body)
     tasks = write_tasks(tmp_path, {"task_id": "t"})
-    options = ("--tasks", str(tasks), "--timeout", "6", "--keep-workdirs", "--out", "out", "--json")
-    done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
-    (run,) = json.loads(done.stdout)["runs"]
+    for limit in LIMITS:
+        options = ("--tasks", str(tasks), "--timeout", limit, "--keep-workdirs", "--out", f"out{limit}", "--json")
+        done = finished_run(tmp_path, "--url", url, *options, "--", sys.executable, str(agent))
+        (run,) = json.loads(done.stdout)["runs"]
+        pid_files = [path for path in tmp_path.glob(f"out{limit}/runs/*/work/orphan.pid") if path.read_text()]
+        if pid_files:
+            break
     assert (run["termination_reason"], run["num_turns"]) == ("timeout", 1)
-    (pid_file,) = tmp_path.glob("out/runs/*/work/orphan.pid")
-    orphan = int(pid_file.read_text())
+    orphan = int(pid_files[0].read_text())
     wait_until(lambda: b"611" not in command_line(orphan), "the process that left its parent has ended")
 
 
@@ -408,10 +415,13 @@ def test_a_call_that_hangs_fails_or_ends_its_worker_fails_only_its_own_run(url, 
     (tmp_path / "library_agent.py").write_text(CALLED)
     questions = ["a", "hang", "fail", "b", "die", "c", "d"]
     tasks = write_tasks(tmp_path, *({"task_id": each, "question": each, "answer": each} for each in questions))
-    options = ("--tasks", str(tasks), "--call", "library_agent:play", "--parallel", "1", "--timeout", "6")
-    done = finished_run(tmp_path, "--url", url, *options, "--out", "out", "--json")
-    assert done.returncode == 1
-    runs = {run["task_id"]: run for run in json.loads(done.stdout)["runs"]}
+    for limit in LIMITS:
+        options = ("--tasks", str(tasks), "--call", "library_agent:play", "--parallel", "1", "--timeout", limit)
+        done = finished_run(tmp_path, "--url", url, *options, "--out", f"out{limit}", "--json")
+        assert done.returncode == 1
+        runs = {run["task_id"]: run for run in json.loads(done.stdout)["runs"]}
+        if [task_id for task_id, run in runs.items() if run["termination_reason"] == "timeout"] == ["hang"]:
+            break
     assert [task_id for task_id, run in runs.items() if run["reward"] == 1.0] == ["a", "b", "c", "d"]
     assert runs["hang"]["termination_reason"] == "timeout"
     assert "the agent failed" in runs["fail"]["error"]
