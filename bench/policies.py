@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from trainer.claims.claims import Claims
+from trainer.features import TERMS
 from trainer.model.agent import PolicyAgent
 from trainer.policies import Policies
 from trainer.settings import TrainerSettings
@@ -97,7 +98,7 @@ def train(num_policies: int, scratch: Path) -> dict[str, Any]:
         progress=False,
         max_logprob_gap=10.0,  # all batches were sampled by version 0
     )
-    policies = Policies(settings)
+    policies = Policies(settings, terms=TERMS)
     began = time.monotonic()
     policies.learn()
     wall = time.monotonic() - began

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch.processors import SampledTurn, apply_to_turn
-from trainer.batch.sampling import TurnProcessors, Vocabulary, processors
+from trainer.features.supports.processors import SampledTurn, apply_to_turn
+from trainer.features.supports.turns import TurnProcessors, Vocabulary, processors
 from trainer.model.loading import is_capped, model_class, read_config
 from turnwise.sampling import temperature_of
 from turnwise.store.turns import TurnView

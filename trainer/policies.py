@@ -15,12 +15,13 @@ import logging
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from trainer.claims.ledger import StopFlag, UpdateIds
 from trainer.model.model import Policy
+from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from trainer.train import Recorder, Shared, Training, make_parts
 from trainer.versions.state import State
@@ -65,17 +66,19 @@ class Policies:
         self,
         settings: TrainerSettings,
         recorders: Callable[[TrainerSettings], list[Recorder]] = lambda _: [],
+        terms: Sequence[type[Term]] = (),
     ) -> None:
         """Prepare the default policy's training under these settings; nothing is loaded yet.
 
         The settings of the other policies differ in names and directories alone. `recorders` makes a policy's
-        recorders from its settings, besides the file in its directory.
+        recorders from its settings, besides the file in its directory. `terms` are those of features.
         """
         self._settings = settings
         self._recorders = recorders
+        self._terms = terms
         self._stopped = StopFlag()
         db = Database(settings.database.get_secret_value())
-        self._shared = Shared(db=db, model=Policy(settings), update_ids=UpdateIds(), stopped=self._stopped)
+        self._shared = Shared(db=db, model=Policy(settings, terms), update_ids=UpdateIds(), stopped=self._stopped)
         self.trainings: list[Training] = []
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
@@ -131,7 +134,9 @@ class Policies:
 
     def _training(self, policy: NamedPolicy | None) -> Training:
         settings = settings_of(self._settings, policy)
-        parts = make_parts(settings, policy, self._shared, has_buffer=settings.workflow == "off_policy")
+        parts = make_parts(
+            settings, policy, self._shared, has_buffer=settings.workflow == "off_policy", terms=self._terms
+        )
         training = Training(*parts, settings=settings)
         if settings.multi_devices and policy is None:
             training.divide()

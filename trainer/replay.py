@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from trainer.batch.chain import Chain
 from trainer.claims.ledger import ClaimedBatch, Ledger
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
 from turnwise.types import name_digest
 
 RECENCY_HALF_LIFE = 0.25
@@ -73,7 +73,7 @@ class ReplayBuffer:
     def can_sample(self, buffer: Buffer) -> bool:
         return len(buffer) >= self._settings.buffer_min_groups
 
-    def read(self, buffer: Buffer, group_pks: Sequence[int]) -> list[Experience]:
+    def read(self, buffer: Buffer, group_pks: Sequence[int]) -> list[Chain]:
         """Return the experiences of groups of the buffer with the rewards that they have by now.
 
         A group that has left the store has none, even if its number in the store belongs to another group by now.

@@ -34,6 +34,7 @@ from trainer.model.critic import Critic
 from trainer.model.memory import OUT_OF_MEMORY, MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
+from trainer.model.terms import Term
 from trainer.parallel import join_world
 from trainer.publish.checkpoint import Checkpoints, check_shared
 from trainer.publish.weight_server import WeightServer
@@ -71,10 +72,15 @@ Parts = tuple[Claims, PolicyAgent, OptimizerLike, Evaluator, *tuple[ReplayBuffer
 
 
 def make_parts(
-    settings: TrainerSettings, policy: NamedPolicy | None = None, shared: Shared | None = None, *, has_buffer: bool
+    settings: TrainerSettings,
+    policy: NamedPolicy | None = None,
+    shared: Shared | None = None,
+    *,
+    has_buffer: bool,
+    terms: Sequence[type[Term]] = (),
 ) -> Parts:
     """Make the parts of a policy's training from its settings."""
-    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings))
+    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings, terms))
     claims = Claims(
         shared.db,
         settings,
@@ -83,13 +89,14 @@ def make_parts(
         policy=policy,
         update_ids=shared.update_ids,
         stopped=shared.stopped,
+        terms=shared.model.terms,
     )
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
-    reference = Policy(settings) if needs_reference else None
+    reference = Policy(settings, terms) if needs_reference else None
     critic = Critic(shared.model) if settings.algorithm.needs_values else None
     learner = PolicyAgent(shared.model, settings, reference, critic)
     buffers = [ReplayBuffer(claims, settings)] if has_buffer else []
-    return claims, learner, functools.partial(make_optimizer, rule=settings), Evaluator(claims, settings), *buffers
+    return claims, learner, functools.partial(make_optimizer, settings=settings), Evaluator(claims, settings), *buffers
 
 
 class Training:
@@ -181,14 +188,15 @@ class Training:
         if claimed.pinned is None:
             state = state.with_progress(rewound_to=None)
         if self.buffer is None:
-            return self._train(state, self.updates.refilled(claimed, state, self.patience))
+            return self._train(state, *self.updates.refilled(claimed, state, self.patience))
         state = dataclasses.replace(state, buffer=self.buffer.add(state.buffer, claimed))
         if not self.buffer.can_sample(state.buffer):
             metrics = {"num_buffered_groups": len(state.buffer)}
             return self.commits.finish_untrained(state, claimed, metrics, None)
         pks, buffer = self.buffer.sample(state.buffer, self.settings.groups_per_batch, state.rng())
         state = dataclasses.replace(state, buffer=buffer)
-        return self._train(state, dataclasses.replace(claimed, experiences=self.buffer.read(buffer, pks)))
+        sampled = dataclasses.replace(claimed, experiences=self.buffer.read(buffer, pks))
+        return self._train(state, sampled, self.updates.select(sampled, state))
 
     def _rewound(self, state: State, to: Rewind) -> State:
         self.commits.finish_writing()  # the state to go back to may be among what is written now
@@ -282,42 +290,42 @@ class Training:
         if self.learner.world.is_first and metrics:
             self.recorder.write(metrics, step)
 
-    def _train(self, state: State, claimed: ClaimedBatch) -> tuple[Json, State]:
+    def _train(self, state: State, claimed: ClaimedBatch, selection: Selection) -> tuple[Json, State]:
         try:
-            return self._trained(state, claimed, time.monotonic())
+            return self._trained(state, claimed, selection, time.monotonic())
         except OutOfMemory as error:  # of one of several processes: they all end, and are started again
             note_out_of_memory(self.settings.policies_dir, error, is_pairs=self.learner.algorithm.trains_pairs)
             raise
 
-    def _trained(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
-        batch, chosen, metrics = self.updates.batch_of(claimed, state)
-        state = dataclasses.replace(state, singles=moved_on(state.singles, chosen.single_rows))
+    def _trained(self, state: State, claimed: ClaimedBatch, selection: Selection, started: float) -> tuple[Json, State]:
+        batch, metrics = self.updates.batch_of(claimed, selection, state)
+        state = dataclasses.replace(state, singles=moved_on(state.singles, selection.single_rows))
         if batch is None:
-            return self._finish_untrained(state, claimed, metrics, chosen)
+            return self._finish_untrained(state, claimed, metrics, selection)
         try:
             with self._engines_asleep():
-                credited = self.updates.with_token_credit(batch, chosen)
-                self.commits.probe_base(state, credited.trainable())
-                num_steps, chosen, gauges = self.updates.take(state, claimed, credited, self._record)
+                batch, credit_gauges = self.updates.with_token_credit(batch, selection)
+                self.commits.probe_base(state, selection.trained())
+                num_steps, gauges = self.updates.take(state, claimed, batch, selection, self._record)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
-            chosen = dataclasses.replace(chosen, refused=dict.fromkeys(claimed.group_keys, f"refused: {error}"))
-            return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, chosen)
-        metrics = metrics | gauges
+            selection.refused = dict.fromkeys(claimed.group_keys, f"refused: {error}")
+            return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, selection)
+        metrics = metrics | gauges | credit_gauges
         if not num_steps:
-            return self._finish_untrained(state, claimed, metrics, chosen)
-        num_trained = metrics["num_groups"] - len(chosen.refused)
-        check_fitting(self._fitting, num_trained, chosen.refused.values(), self._too_large)
+            return self._finish_untrained(state, claimed, metrics, selection)
+        num_trained = metrics["num_groups"] - len(selection.refused)
+        check_fitting(self._fitting, num_trained, selection.refused.values(), self._too_large)
         trained_at = time.monotonic()
-        turn_ids = trained_turns(credited.batch)
-        metrics |= left_out_gauges(claimed, chosen, turn_ids, self.settings)
+        turn_ids = trained_turns(batch)
+        metrics |= left_out_gauges(claimed, selection, turn_ids, self.settings)
         metrics |= {"num_updates": num_steps, "seconds": trained_at - started}
         refusal = None
         if self.gate is not None:
             gauges, refusal = self.gate.check(state.progress.policy_version)
             metrics |= gauges
         version = self.commits.next_version(state)
-        probe = self.commits.with_base(probe_of(state.policy, chosen.experiences))
+        probe = self.commits.with_base(probe_of(state.policy, selection.trained()))
         weights = self.learner.policy.trained_state()
         made = NewVersion(
             version=version,
@@ -325,17 +333,17 @@ class Training:
             probe=probe,
             is_held=self._hold(version, weights, probe),
             trained_at=trained_at,
-            trained=chosen.advantages_by_session(turn_ids),
+            trained=selection.advantages_by_session(turn_ids),
             refusal=refusal,
         )
-        return self.commits.commit(state, claimed, chosen, metrics, num_steps, made)
+        return self.commits.commit(state, claimed, selection, metrics, num_steps, made)
 
     def _finish_untrained(
-        self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection
+        self, state: State, claimed: ClaimedBatch, metrics: Json, selection: Selection
     ) -> tuple[Json, State]:
-        check_fitting(self._fitting, 0, chosen.refused.values(), self._too_large)
-        metrics = metrics | left_out_gauges(claimed, chosen, (), self.settings)
-        return self.commits.finish_untrained(state, claimed, metrics, chosen)
+        check_fitting(self._fitting, 0, selection.refused.values(), self._too_large)
+        metrics = metrics | left_out_gauges(claimed, selection, (), self.settings)
+        return self.commits.finish_untrained(state, claimed, metrics, selection)
 
 
 class Recorder(Protocol):

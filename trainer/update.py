@@ -18,10 +18,10 @@ from typing import TypeVar
 import numpy as np
 
 from trainer.algorithms.algorithm import Imitation, select
-from trainer.batch.advantages import UNIFORM, is_single
+from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
-from trainer.batch.selection import LARGEST_VALUE, Selection, joined, left_out, without_groups
+from trainer.batch.selection import LARGEST_VALUE, Selection, left_out
 from trainer.checks.gap import BatchGap, GapCheck, Verdicts
 from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
 from trainer.claims.ledger import ClaimedBatch
@@ -29,14 +29,12 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
 from trainer.versions.state import State
-from turnwise.chains import Experience
 from turnwise.errors import SettingsError
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Refused = dict[GroupKey, str]
 Record = Callable[[Json, int], None]
 
 MAX_REFILL_FACTOR = 4
@@ -62,19 +60,6 @@ def check_fitting(latest: Verdicts, num_trained: int, reasons: Iterable[str], le
         )
 
 
-@dataclasses.dataclass(slots=True)
-class Credited:
-    """A batch with the advantages of its tokens."""
-
-    batch: Batch
-    chosen: Selection
-    refused: Refused
-    gauges: Json
-
-    def trainable(self) -> list[Experience]:
-        return [one for one in self.chosen.experiences if one.group_key not in self.refused]
-
-
 class Updates:
     """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
@@ -88,8 +73,8 @@ class Updates:
         self._is_sample = is_sample
         self.settings = settings
 
-    def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> ClaimedBatch:
-        """Return the batch with further groups in the place of those of equal rewards, if there are any.
+    def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> tuple[ClaimedBatch, Selection]:
+        """Return the batch with further groups in the place of those of equal rewards, if there are any; and what fits.
 
         With `refill_seconds` all are replaced: Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling. Without it, a
         quarter of the batch is to have an advantage. Nothing is waited for while other policies could train, which is
@@ -100,8 +85,9 @@ class Updates:
         most = MAX_REFILL_FACTOR * len(claimed.claim.groups)
         size = claimed.claim.size(singles)
         needed = -(-size // SMALLEST_PART) if settings.refill_seconds is None else size
+        selection = self.select(claimed, state)
         while len(claimed.claim.groups) < most:
-            uniform = {key for key, why in self.select(claimed, state).refused.items() if why == UNIFORM}
+            uniform = {key for key, why in selection.refused.items() if why == UNIFORM}
             missing = needed - (claimed.claim.size(singles) - claimed.claim.size(singles, uniform))
             if missing <= 0:
                 break
@@ -110,9 +96,13 @@ class Updates:
             if more is None:
                 break
             claimed = more
+            selection = self.select(claimed, state)
         denied = self._learner.world.from_first(lambda: self._claims.denied_since(claimed.experiences))
+        if not denied:
+            return claimed, selection
         left = [experience for experience in claimed.experiences if experience.session_key not in denied]
-        return dataclasses.replace(claimed, experiences=left) if denied else claimed
+        claimed = dataclasses.replace(claimed, experiences=left)
+        return claimed, self.select(claimed, state)
 
     def select(self, claimed: ClaimedBatch, state: State) -> Selection:
         keys = {experience.group_key for experience in claimed.experiences}
@@ -120,35 +110,35 @@ class Updates:
             keys |= claimed.group_keys
         return select(claimed.experiences, sorted(keys), self._learner.algorithm, self.settings, state.singles)
 
-    def batch_of(self, claimed: ClaimedBatch, state: State) -> tuple[Batch | None, Selection, Json]:
-        """Return a claim's batch with imported experiences at its end, its selection, and gauges; None without any."""
-        chosen, imitation = self.select(claimed, state), self._learner.algorithm.imitation
-        for reason, count in Counter(chosen.refused.values()).most_common(MOST_REASONS):
+    def batch_of(self, claimed: ClaimedBatch, selection: Selection, state: State) -> tuple[Batch | None, Json]:
+        """Return what was selected of a claim with imported experiences at its end, and gauges; None without any."""
+        imitation = self._learner.algorithm.imitation
+        for reason, count in Counter(selection.refused.values()).most_common(MOST_REASONS):
             log.info("not trained: %d of %d groups, %s", count, len(claimed.group_keys), reason)
         num_groups = len({one.group_key for one in claimed.experiences} if self._is_sample else claimed.claim.groups)
         mixed: Json = {}
-        num_imported, mu = 0, 0.0
+        mu = 0.0
         if imitation is not None:
             drawn = self._drawn(state, imitation)
-            chosen, num_imported = joined(chosen, drawn), len(drawn.experiences)
+            selection.mix_in(drawn)
             share = imitation.share(state.progress.num_batches)
-            mu = share if num_imported else 0.0
+            mu = share if selection.num_imported else 0.0
             num_sessions = len({experience.session_key for experience in drawn.experiences})
             mixed = {"num_imported_sessions": num_sessions, "mix_mu": share}
-        gauges = claim_gauges(claimed, chosen, state, num_groups) | mixed
-        if not chosen.experiences:
-            return None, chosen, gauges
+        gauges = claim_gauges(claimed, selection, state, num_groups) | mixed
+        if not selection.experiences:
+            return None, gauges
         batch = build(
-            chosen.experiences,
-            chosen.advantages,
+            selection.experiences,
+            selection.advantages,
             policy_version=state.progress.policy_version,
-            pairs=chosen.pairs,
-            chosen=chosen.chosen,
-            num_imported=num_imported,
+            pairs=selection.pairs,
+            chosen=selection.chosen,
+            num_imported=selection.num_imported,
             mu=mu,
             needs_behaviour=self._learner.algorithm.needs_behaviour,
         )
-        return batch, chosen, gauges
+        return batch, gauges
 
     def _drawn(self, state: State, imitation: Imitation) -> Selection:
         rng = np.random.default_rng([state.progress.seed, state.progress.num_batches, _DRAW])
@@ -164,62 +154,63 @@ class Updates:
             )
         return drawn
 
-    def with_token_credit(self, batch: Batch, chosen: Selection) -> Credited:
-        """Return batch and selection with the advantages that need a model; without the groups that cannot be trained.
+    def with_token_credit(self, batch: Batch, selection: Selection) -> tuple[Batch, Json]:
+        """Return the batch with the advantages that need a model, and gauges; refuse the groups that cannot be trained.
 
         Raises:
             BatchRefused: The algorithm can credit nothing of the batch.
             OutOfMemory: A row does not fit into the memory of one of several processes.
         """
-        refused = self._cannot_train(batch) | not_finite(batch)
+        self._refuse_unfit(batch, selection)
         algorithm = self._learner.algorithm
         if not algorithm.credits_tokens:
-            return Credited(batch, chosen, refused, {})
+            return batch, {}
         members = range(batch.num_sampled)
-        found = self._fitting(batch, members, refused, lambda fit: algorithm.credit(batch, fit, self._learner))
+        found = self._fitting(batch, members, selection, lambda fit: algorithm.credit(batch, fit, self._learner))
         if found is None:
-            return Credited(batch, chosen, refused, {})
+            return batch, {}
         batch, gauges = found
-        chosen = dataclasses.replace(chosen, advantages=turn_advantages(batch))
-        return Credited(batch, chosen, refused | self._cannot_train(batch) | not_finite(batch), gauges)
+        selection.advantages = turn_advantages(batch)
+        self._refuse_unfit(batch, selection)
+        return batch, gauges
 
     def take(
-        self, state: State, claimed: ClaimedBatch, credited: Credited, record: Record
-    ) -> tuple[int, Selection, Json]:
+        self, state: State, claimed: ClaimedBatch, batch: Batch, selection: Selection, record: Record
+    ) -> tuple[int, Json]:
         """Take the optimizer steps of a batch: `num_minibatches` of them in each of `reuse_epochs` passes.
 
-        Return the count of all steps, the selection without the groups that dropped out, and gauges.
+        Return the count of all steps, and gauges. Groups that drop out are refused.
 
         Raises:
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
             OutOfMemory: A row does not fit into the memory of one of several processes.
         """
-        gaps, count = BatchGap(credited.batch), num_minibatches(claimed, credited.batch, self.settings)
-        num_steps, gauges = self._steps(state, credited.batch, count, credited.refused, gaps, record)
-        refused, chosen = credited.refused, credited.chosen
-        for key, reason in refused.items():
-            log.error("group %s is not trained: %s", key[1], reason)
-        if refused:
-            chosen = without_groups(chosen, refused)
-            num_too_large = sum(reason.startswith(OUT_OF_MEMORY) for reason in refused.values())
-            gauges |= {"num_refused_groups": len(chosen.refused), "num_groups_out_of_memory": num_too_large}
-        return num_steps, chosen, gauges | credited.gauges | gaps.read(refused)
+        gaps, count = BatchGap(batch), num_minibatches(claimed, batch, self.settings)
+        num_steps, gauges = self._steps(state, batch, count, selection, gaps, record)
+        dropped = {each.group_key for each in batch.experiences} & selection.refused.keys()
+        for key, reason in selection.refused.items():
+            if key in dropped:
+                log.error("group %s is not trained: %s", key[1], reason)
+        if dropped:
+            num_too_large = sum(selection.refused[key].startswith(OUT_OF_MEMORY) for key in dropped)
+            gauges |= {"num_refused_groups": len(selection.refused), "num_groups_out_of_memory": num_too_large}
+        return num_steps, gauges | gaps.read(dropped)
 
     def _steps(
-        self, state: State, batch: Batch, num_minibatches: int, refused: Refused, gaps: BatchGap, record: Record
+        self, state: State, batch: Batch, num_minibatches: int, selection: Selection, gaps: BatchGap, record: Record
     ) -> tuple[int, Json]:
         rng = state.rng()
         sampled = range(batch.num_sampled)
         proximal: Reals | None = None
         if self._learner.algorithm.needs_proximal:
-            proximal = self._fitting(batch, sampled, refused, lambda fit: self._learner.logprobs_of(batch, fit))
+            proximal = self._fitting(batch, sampled, selection, lambda fit: self._learner.logprobs_of(batch, fit))
         gradient = functools.partial(self._learner.gradient, state.optimizer, batch, proximal=proximal)
         total, norms = Gauges(), list[float]()
         for epoch in range(self.settings.reuse_epochs):
             for members in minibatches(batch, num_minibatches, rng):
-                taken = self._fitting(batch, members, refused, gradient)
-                if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], refused, norms):
-                    taken = self._fitting(batch, members, refused, gradient)
+                taken = self._fitting(batch, members, selection, gradient)
+                if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], selection, norms):
+                    taken = self._fitting(batch, members, selection, gradient)
                 if taken is None:
                     continue
                 norms.append(self._learner.step(state.optimizer))
@@ -239,25 +230,26 @@ class Updates:
         }
 
     def _differs(
-        self, gaps: BatchGap, members: Sequence[int], logprobs: Reals, refused: Refused, norms: Sequence[float]
+        self, gaps: BatchGap, members: Sequence[int], logprobs: Reals, selection: Selection, norms: Sequence[float]
     ) -> bool:
-        fit = _members_without(gaps.batch, members, refused)
+        fit = _members_without(gaps.batch, members, selection.refused)
         differing = self._gap_check.observe(gaps, fit, logprobs, has_moved=bool(norms))
-        refused |= differing
+        for key, reason in differing.items():
+            selection.refuse(key, reason)
         return bool(differing)
 
     def _fitting(
         self,
         batch: Batch,
         members: Sequence[int],
-        refused: Refused,
+        selection: Selection,
         compute: Callable[[list[int]], Result],
     ) -> Result | None:
         """Compute over the members of the groups that are not refused; None where there are none.
 
         A group that does not fit into the memory of the only process is refused.
         """
-        while fit := _members_without(batch, members, refused):
+        while fit := _members_without(batch, members, selection.refused):
             try:
                 return compute(fit)
             except OutOfMemory as error:
@@ -265,17 +257,19 @@ class Updates:
                     raise
                 for member in error.units.values():
                     key = batch.experiences[member].group_key
-                    refused[key] = f"{OUT_OF_MEMORY}: {error}; set max_chain_tokens below that"
+                    selection.refuse(key, f"{OUT_OF_MEMORY}: {error}; set max_chain_tokens below that")
         return None
 
-    def _cannot_train(self, batch: Batch) -> Refused:
-        reasons = [(one.group_key, self._learner.why_untrainable(one)) for one in batch.experiences]
-        return {key: reason for key, reason in reasons if reason is not None}
+    def _refuse_unfit(self, batch: Batch, selection: Selection) -> None:
+        reasons = [(one.group_key, self._learner.policy.why_unfit(one)) for one in batch.experiences]
+        for key, reason in [*not_finite(batch).items(), *reversed(reasons)]:
+            if reason is not None:
+                selection.refuse(key, reason)
 
 
-def not_finite(batch: Batch) -> Refused:
+def not_finite(batch: Batch) -> dict[GroupKey, str]:
     table = batch.table
-    refused: Refused = {}
+    refused: dict[GroupKey, str] = {}
     for name, values in {"advantage": table.advantages, "return": table.returns}.items():
         if values is None:
             continue
@@ -286,7 +280,7 @@ def not_finite(batch: Batch) -> Refused:
     return refused
 
 
-def _members_without(batch: Batch, members: Sequence[int], refused: Refused) -> list[int]:
+def _members_without(batch: Batch, members: Sequence[int], refused: Collection[GroupKey]) -> list[int]:
     return [member for member in members if batch.experiences[member].group_key not in refused]
 
 
@@ -296,7 +290,7 @@ def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettin
     So an update sees as many groups in a small batch as in a whole one, if it has them. Imported groups that
     are mixed in do not count: a step with them alone would imitate at the whole learning rate, whatever μ is.
     """
-    singles = {experience.group_key for experience in claimed.experiences if is_single(experience)}
+    singles = {experience.group_key for experience in claimed.experiences if experience.is_single}
     num_read = len({experience.group_key for experience in claimed.experiences} - singles)
     num_read += -(-len(singles) // settings.singles_per_group)
     share = -(-num_read * settings.num_minibatches // settings.groups_per_batch)
@@ -304,7 +298,7 @@ def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettin
     return max(1, min(settings.num_minibatches, share, num_trained))
 
 
-def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_groups: int) -> Json:
+def claim_gauges(claimed: ClaimedBatch, selection: Selection, state: State, num_groups: int) -> Json:
     """Return what is known of a batch of this number of groups before it is trained on."""
     sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
     rewards = np.array(list(sessions.values()) or [0.0])
@@ -313,31 +307,33 @@ def claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State, num_gro
         for one in claimed.experiences
         if one.policy_version_first >= 0
     ] or [0]
-    uniform = sum(reason == UNIFORM for reason in chosen.refused.values())
+    uniform = sum(reason == UNIFORM for reason in selection.refused.values())
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "staleness_mean": float(np.mean(staleness)),
         "staleness_max": int(max(staleness)),
         "num_groups": num_groups,
-        "num_single_sessions": len({one.session_key for one in claimed.experiences if is_single(one)}),
+        "num_single_sessions": len({one.session_key for one in claimed.experiences if one.is_single}),
         "num_stale_groups": claimed.claim.num_stale,
         "num_uniform_groups": uniform,
         "num_refill_groups": claimed.num_refills,
-        "num_refused_groups": len(chosen.refused),
-        "num_sessions": len({experience.session_key for experience in chosen.experiences}),
+        "num_refused_groups": len(selection.refused),
+        "num_sessions": len({experience.session_key for experience in selection.experiences}),
         "waited_seconds": claimed.waited_seconds,
         "held_seconds": claimed.held_seconds,
     }
 
 
-def left_out_gauges(claimed: ClaimedBatch, chosen: Selection, trained: Collection[str], rule: TrainerSettings) -> Json:
+def left_out_gauges(
+    claimed: ClaimedBatch, selection: Selection, trained: Collection[str], settings: TrainerSettings
+) -> Json:
     """Return how many turns of the trained groups, and how many tokens of all, carry no loss, and why.
 
     `trained` has the ids of the turns that do.
     """
-    needs = rule.algorithm.needs_behaviour
-    turns, tokens = left_out(claimed.experiences, chosen.refused, trained, rule, needs_behaviour=needs)
+    needs = settings.algorithm.needs_behaviour
+    turns, tokens = left_out(claimed.experiences, selection.refused, trained, settings, needs_behaviour=needs)
     num_sampled = sum(int(experience.loss_mask.sum()) for experience in claimed.experiences)
     return {
         "num_turns_left_out": sum(turns.values()),

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from trainer.claims.claims import Claims
 from trainer.evaluate import Evaluator
+from trainer.features import TERMS
 from trainer.model.agent import PolicyAgent
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
@@ -33,7 +34,7 @@ class RLWorkflow(Training):
     def build_from_config(cls, config: Config, enable_multi_devices: bool = False, enable_jit: bool = True) -> Self:
         settings = as_settings(config)
         make: Callable[..., Self] = cls
-        workflow = make(*make_parts(settings, has_buffer=cls.has_buffer), settings)
+        workflow = make(*make_parts(settings, has_buffer=cls.has_buffer, terms=TERMS), settings)
         if enable_multi_devices:
             workflow.enable_multi_devices()
         if enable_jit:

@@ -14,6 +14,7 @@ from turnwise_fake_engine import Reply, Rule
 from trainer.algorithms.correction import hinted_prompt
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.sft import SFT
+from trainer.batch.chain import chain_of
 from trainer.batch.selection import SelectionRule, offer
 from turnwise.chains import HINTS
 from turnwise.client import Client
@@ -35,7 +36,8 @@ def call(base_url: str, messages: list[dict[str, Any]] | None = None, **fields: 
 def feedback_groups(database: Database) -> list[list[Any]]:
     with database.read() as conn:
         pks = groups.imported_groups(conn)
-        return [list(experiences.experiences_of_groups(conn, [pk], with_imported=True)) for pk in pks]
+        found = [experiences.experiences_of_groups(conn, [pk], with_imported=True) for pk in pks]
+        return [list(map(chain_of, each)) for each in found]
 
 
 def test_thumbs_and_ratings_become_rewards_by_the_table_and_the_last_one_counts(fake_engine, start_proxy):
@@ -146,7 +148,7 @@ def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(fake_en
             claim = claims.claim(database, "t", max_groups=9, lease_seconds=60)
             with database.read() as conn:
                 (found,) = experiences.experiences_of_groups(conn, claim.group_pks)
-            assert hinted_prompt(found).tolist() == whole["prompt_token_ids"]
+            assert hinted_prompt(chain_of(found)).tolist() == whole["prompt_token_ids"]
         client.create_session(session_id="whole")
         turn_id = call(f"{proxy.url}/sessions/whole/v1")["id"]
         client.feedback("comment", "Kim is in Rome.", session_id="whole")

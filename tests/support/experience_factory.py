@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.batch.chain import Chain, chain_of
+from trainer.features.supports.term import with_processors
+from trainer.features.supports.turns import Vocabulary
 from turnwise.chains import EID, Experience
 
 
@@ -21,12 +24,12 @@ def experience(
     logprobs: Sequence[float] | None = None,
     sampling: Sequence[dict] | None = None,
     version: int = 0,
-) -> Experience:
+) -> Chain:
     """Return an experience whose turns are [one prompt token, two sampled ones] each, unless tokens are given."""
     mask = np.array([False, True, True] * turns if loss_mask is None else loss_mask)
     index = np.where(mask, np.minimum(np.cumsum(~mask) - 1, turns - 1), -1)
     ids = np.arange(1, len(mask) + 1) if tokens is None else np.array(tokens)
-    return Experience(
+    stored = Experience(
         eid=EID(batch=group_id),
         session_id=session_id,
         group_id=group_id,
@@ -46,3 +49,9 @@ def experience(
         policy_version_last=version,
         info={"credit": credit, "sampling": list(sampling or [{}] * turns)},
     )
+    return claimed(stored)
+
+
+def claimed(stored: Experience, vocabulary: Vocabulary | None = None) -> Chain:
+    """Return a stored chain as a claim gives it."""
+    return with_processors(chain_of(stored), vocabulary)

@@ -11,7 +11,8 @@ import transformers
 from support import served_vision
 from support.served_vision import PROCESSOR, disturb_vectors
 
-from trainer.model.vision import opened
+from trainer.batch.chain import Chain, chain_of
+from trainer.features.images import opened
 from turnwise.chains import EID, Experience
 from turnwise.types import PlacedImage
 
@@ -101,7 +102,7 @@ class Chains:
         side = tower.image_size // tower.patch_size // self._config.scale_factor
         return int(made["pixel_values"].shape[1]) * side**2
 
-    def chain(self, session_id: str, *parts: list[int] | tuple[int, ...] | bytes) -> Experience:
+    def chain(self, session_id: str, *parts: list[int] | tuple[int, ...] | bytes) -> Chain:
         """Return a chain of these parts: a list is text of the prompt, a tuple is sampled, bytes are an image."""
         tokens: list[int] = []
         sampled: list[bool] = []
@@ -127,7 +128,7 @@ class Chains:
         mask = np.array(sampled)
         turns = np.cumsum(np.diff(mask.astype(int), prepend=0) == 1) - 1
         num_turns = int(turns[-1]) + 1
-        return Experience(
+        stored = Experience(
             eid=EID(batch="g"),
             session_id=session_id,
             group_id="g",
@@ -147,3 +148,4 @@ class Chains:
             policy_version_last=0,
             info={"credit": "propagate", "sampling": [{}] * num_turns},
         )
+        return chain_of(stored)

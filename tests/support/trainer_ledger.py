@@ -11,6 +11,7 @@ from support.engine_sampling import processed_logits
 from support.tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
+from trainer.features import TERMS
 from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
@@ -186,7 +187,7 @@ def new_policy(db: Database, name: str, base: str = "default") -> int:
 
 def train_policies(settings: TrainerSettings, **options: Any) -> dict[int, Any]:
     """Train all policies of a ledger in this process until the last batch of each; return their states."""
-    policies = Policies(settings, **options)
+    policies = Policies(settings, **{"terms": TERMS} | options)
     try:
         policies.learn()
     except BaseException:

@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from trainer.batch.batch import Batch, build
 from trainer.claims.ledger import RunProgress
+from trainer.features import TERMS
 from trainer.model import model
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
@@ -109,11 +110,11 @@ def whole_tensors(state: State) -> dict[str, Tensor]:
 
 def refuse_routing(directory: Path, good: list[Any], bad: Any) -> tuple[str | None, Tensor]:
     """Return why a session of another model is refused, and the logprobs of the others."""
-    policy = Policy(TrainerSettings(model=str(directory), device="cpu"))
+    policy = Policy(TrainerSettings(model=str(directory), device="cpu"), TERMS)
     agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
     agent.shard("data")
     agent.load(0)
-    return agent.why_untrainable(bad), torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
+    return policy.why_unfit(bad), torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
 
 
 def train_ledger(settings: TrainerSettings, longest_row: int | None = None) -> int:

@@ -14,18 +14,17 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from trainer.batch import selection
-from trainer.batch.advantages import Row, rewards_by_name
+from trainer.batch.advantages import Row
 from trainer.batch.batch import Aggregation, Batch, Reals
+from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
-from trainer.batch.selection import Offer, Selection, SelectionRule
+from trainer.batch.selection import Selection, SelectionRule
 from trainer.parallel import World
-from turnwise.chains import Experience
 from turnwise.settings import Settings as BaseSettings
-from turnwise.types import GroupKey, Json, TokenIds
+from turnwise.types import GroupKey, Json
 
 
 class Scorer(Protocol):
@@ -89,8 +88,8 @@ class Algorithm(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def choose(self, offer: Offer) -> Selection:
-        """Return what is trained of a batch, and with what credit."""
+    def choose(self, offer: Selection) -> Selection:
+        """Return the batch that is offered with what is trained of it, and with what credit."""
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:  # noqa: ARG002
         """Return the batch with the advantages of the members' tokens, and gauges; where `credits_tokens`."""
@@ -144,7 +143,7 @@ class Weighed(Algorithm):
 
 
 def select(
-    experiences: Sequence[Experience],
+    experiences: Sequence[Chain],
     keys: Iterable[GroupKey],
     algorithm: Algorithm,
     rule: SelectionRule,
@@ -185,65 +184,6 @@ def needed(tensor: Tensor | None) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """One sampled reply."""
-
-    experience: Experience
-    index: int
-    """Its place in the chain, from 0."""
-
-    @property
-    def turn_id(self) -> str:
-        return self.experience.turn_ids[self.index]
-
-    @property
-    def step(self) -> int:
-        return self.experience.turn_steps[self.index]
-
-    @property
-    def reward(self) -> float:
-        return float(self.experience.turn_rewards[self.index])
-
-    @property
-    def total(self) -> float:
-        return float(self.experience.turn_returns[self.index])
-
-    @property
-    def messages(self) -> Sequence[Json]:
-        found = self.experience.turn_messages
-        return found[self.index] if found else ()
-
-    @functools.cached_property
-    def places(self) -> np.ndarray:
-        return np.flatnonzero(self.experience.turn_index == self.index)
-
-    @property
-    def observed(self) -> TokenIds:
-        """The prompt tokens between the reply before it and its own reply; at the root the whole prompt."""
-        before = np.flatnonzero(self.experience.turn_index[: self.places[0]] >= 0)
-        return self.experience.tokens[before[-1] + 1 if len(before) else 0 : self.places[0]]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.places)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """Turns whose tokens extend each other: one sequence."""
-
-    experience: Experience
-
-    @functools.cached_property
-    def turns(self) -> list[Turn]:
-        return [Turn(self.experience, index) for index in range(len(self.experience.turn_ids))]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.experience.tokens)
-
-
-@dataclasses.dataclass(frozen=True)
 class Session:
     """One run of an agent."""
 
@@ -251,27 +191,27 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        return self.chains[0].experience.session_id
+        return self.chains[0].session_id
 
     @property
     def task(self) -> str:
-        return self.chains[0].experience.eid.task
+        return self.chains[0].eid.task
 
     @property
     def reward(self) -> float:
-        return self.chains[0].experience.reward
+        return self.chains[0].reward
 
     @property
     def rewards(self) -> dict[str, float]:
-        return rewards_by_name(self.chains[0].experience)
+        return self.chains[0].named_rewards
 
     @property
     def metadata(self) -> Json:
-        return self.chains[0].experience.info.get("metadata") or {}
+        return self.chains[0].metadata
 
     @property
     def num_sampled(self) -> int:
-        return sum(int(chain.experience.loss_mask.sum()) for chain in self.chains)
+        return sum(int(chain.loss_mask.sum()) for chain in self.chains)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,9 +224,9 @@ class Group:
     def sessions(self) -> list[Session]:
         found: dict[str, list[Chain]] = {}
         for chain in self.chains:
-            found.setdefault(chain.experience.session_id, []).append(chain)
+            found.setdefault(chain.session_id, []).append(chain)
         return [Session(chains) for chains in found.values()]
 
     @property
-    def experiences(self) -> list[Experience]:
-        return [chain.experience for chain in self.chains]
+    def experiences(self) -> Sequence[Chain]:
+        return self.chains

@@ -10,7 +10,6 @@ Legend: L tokens and K turns of a chain.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -22,10 +21,9 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Scorer, Weighed
 from trainer.algorithms.teachers import Teacher, Teachers
 from trainer.batch.batch import Batch, build
+from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
-from trainer.batch.sampling import OF_SAMPLING
-from trainer.batch.selection import NO_TRAINABLE_TURN, Offer, Selection
-from turnwise.chains import HINTS, Experience
+from trainer.batch.selection import NO_TRAINABLE_TURN, Selection
 from turnwise.errors import BatchRefused
 from turnwise.settings import FromJson
 from turnwise.types import Json, TokenIds
@@ -53,22 +51,21 @@ class Correction(Weighed):
     def _teachers(self) -> Teachers:
         return Teachers((self.settings.teacher,))
 
-    def choose(self, offer: Offer) -> Selection:
+    def choose(self, offer: Selection) -> Selection:
         """Choose the corrected sessions, also those whose own replies cannot be trained, such as greedy ones."""
         corrected = [
             experience
-            for experience, reason in zip(offer.experiences, offer.reasons, strict=True)
+            for experience, reason in zip(offer.offered, offer.reasons, strict=True)
             if (reason or NO_TRAINABLE_TURN).startswith(NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
         ]
         seeing = {experience.group_key for experience in corrected if experience.images}
         corrected = [experience for experience in corrected if experience.group_key not in seeing]
         kept = {experience.group_key for experience in corrected}
-        refused = dict.fromkeys(offer.keys, "no_correction") | dict.fromkeys(seeing, MEDIA) | offer.refused
-        return Selection(
-            experiences=corrected,
-            advantages=[_of_corrected(experience) for experience in corrected],
-            refused={group: reason for group, reason in refused.items() if group not in kept},
-        )
+        # A session whose own replies cannot be trained is refused by then, and its correction may be trained.
+        offer.refused = {key: why for key, why in offer.refused.items() if key not in kept}
+        for key in [key for key in offer.keys if key not in kept]:
+            offer.refuse(key, MEDIA if key in seeing else "no_correction")
+        return offer.choose(corrected, [_of_corrected(experience) for experience in corrected])
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
         """Put the teacher's replies in the place of the corrected ones.
@@ -96,21 +93,20 @@ class Correction(Weighed):
             self._teachers.close()
 
 
-def corrected_turn(experience: Experience) -> int | None:
+def corrected_turn(experience: Chain) -> int | None:
     """Return the first turn of a chain that was corrected and is trained in it; None without one."""
-    hints = experience.info.get(HINTS) or {}
-    turns = (turn for turn, turn_id in enumerate(experience.turn_ids) if turn_id in hints)
+    turns = (turn for turn, turn_id in enumerate(experience.turn_ids) if turn_id in experience.hints)
     return next((turn for turn in turns if (experience.turn_index == turn).any()), None)
 
 
-def hinted_prompt(experience: Experience) -> TokenIds:
+def hinted_prompt(experience: Chain) -> TokenIds:
     turn = corrected_turn(experience)
     assert turn is not None, "only corrected chains are trained"
-    hint = experience.info[HINTS][experience.turn_ids[turn]]
+    hint = experience.hints[experience.turn_ids[turn]]
     return np.concatenate([experience.tokens[: hint["kept"]], np.array(hint["token_ids"], np.int32)])
 
 
-def with_reply(experience: Experience, reply: TokenIds) -> Experience:
+def with_reply(experience: Chain, reply: TokenIds) -> Chain:
     """Return a chain up to its corrected turn, with another reply there, which is all that it trains.
 
     The tokens are those of a plain model: what steered the sampling of the old reply does not concern the new one.
@@ -122,8 +118,7 @@ def with_reply(experience: Experience, reply: TokenIds) -> Experience:
     def joined(filler: float, value: float, dtype: type[np.generic]) -> Any:
         return np.concatenate([np.full(start, filler, dtype), np.full(len(reply), value, dtype)])
 
-    return dataclasses.replace(
-        experience,
+    return experience.with_plain(
         tokens=np.concatenate([experience.tokens[:start], reply]),
         prompt_length=start,
         loss_mask=joined(False, True, np.bool_),
@@ -131,9 +126,8 @@ def with_reply(experience: Experience, reply: TokenIds) -> Experience:
         logprobs=joined(0.0, 0.0, np.float32),
         routed_experts=None,
         support=None,
-        info={name: value for name, value in experience.info.items() if name not in OF_SAMPLING},
     )
 
 
-def _of_corrected(experience: Experience) -> np.ndarray:
+def _of_corrected(experience: Chain) -> np.ndarray:
     return np.array([float(turn == corrected_turn(experience)) for turn in range(len(experience.turn_ids))])

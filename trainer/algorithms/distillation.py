@@ -21,7 +21,7 @@ from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.advantages import PastValues
 from trainer.batch.batch import Batch
-from trainer.batch.selection import Offer
+from trainer.batch.selection import Selection
 from turnwise.credit import Floats
 from turnwise.errors import BatchRefused
 from turnwise.settings import FromJson
@@ -55,10 +55,10 @@ class Distillation(GRPO):
     def _teachers(self) -> Teachers:
         return Teachers(self.settings.teachers)
 
-    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
+    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
         if self.settings.with_rewards:
             return super().assign(offer, past)
-        return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
+        return [np.zeros(len(experience.turn_ids)) for experience in offer.offered]
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
         """Add what the teachers say.

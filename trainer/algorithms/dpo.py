@@ -17,9 +17,9 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Algorithm, needed
 from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals
+from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
-from trainer.batch.selection import Offer, Selection
-from turnwise.chains import Experience
+from trainer.batch.selection import Selection
 from turnwise.settings import Settings as BaseSettings
 from turnwise.types import SessionKey
 
@@ -45,17 +45,17 @@ class DPO(Algorithm):
         self.needs_reference = settings.reference == "base"
         self.needs_behaviour = settings.reference == "behaviour"
 
-    def choose(self, offer: Offer) -> Selection:
+    def choose(self, offer: Selection) -> Selection:
         """Choose pairs of sessions of a group; a session of several pairs is there once for each."""
-        kept: list[Experience] = []
+        kept: list[Chain] = []
         pairs: list[int] = []
         chosen: list[bool] = []
-        refused, number = dict(offer.refused), 0
+        number = 0
         for group in offer.keys:
             members = [experience for experience in offer.fit if experience.group_key == group]
             found = self._session_pairs({experience.session_key: experience.reward for experience in members})
             if not found:
-                refused.setdefault(group, UNIFORM)
+                offer.refuse(group, UNIFORM)
             for best, worst in found:
                 for experience in members:
                     if experience.session_key in (best, worst):
@@ -64,7 +64,7 @@ class DPO(Algorithm):
                         chosen.append(experience.session_key == best)
                 number += 1
         ones = [np.ones(len(experience.turn_ids)) for experience in kept]
-        return Selection(experiences=kept, advantages=ones, pairs=pairs, chosen=chosen, refused=refused)
+        return offer.choose(kept, ones, pairs=pairs, chosen=chosen)
 
     def _session_pairs(self, rewards: dict[SessionKey, float]) -> list[tuple[SessionKey, SessionKey]]:
         if self.settings.pairs == "all":

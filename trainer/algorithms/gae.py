@@ -20,10 +20,10 @@ from trainer.algorithms.algorithm import Scorer, needed
 from trainer.algorithms.grpo import GRPO
 from trainer.batch.advantages import PastValues, whiten
 from trainer.batch.batch import Batch, Reals
+from trainer.batch.chain import Chain
 from trainer.batch.forest import Indices
 from trainer.batch.ratios import TrainedTokens
-from trainer.batch.selection import Offer
-from turnwise.chains import Experience
+from trainer.batch.selection import Selection
 from turnwise.credit import Floats
 from turnwise.types import Json
 
@@ -53,8 +53,8 @@ class GAE(GRPO):
         super().__init__(settings)
         self.critic_rate = settings.critic_learning_rate
 
-    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002
-        return [np.zeros(len(experience.turn_ids)) for experience in offer.experiences]
+    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:  # noqa: ARG002
+        return [np.zeros(len(experience.turn_ids)) for experience in offer.offered]
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
         return with_values(batch, members, scorer.values_of(batch, members), self.settings)
@@ -79,7 +79,7 @@ def gae(rewards: Floats, values: Floats, lam: float) -> Floats:
     return advantages
 
 
-def token_rewards(experience: Experience, places: Indices) -> Floats:
+def token_rewards(experience: Chain, places: Indices) -> Floats:
     """Return the reward after each of a chain's trained tokens, which lie at these places. [T].
 
     With step-wise credit a turn's own reward follows its last token, and the reward of a step follows the step's last

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.algorithm import Chain, Group, Weighed, needed
+from trainer.algorithms.algorithm import Group, Weighed, needed
 from trainer.batch.advantages import (
     PastValues,
     Row,
@@ -23,10 +23,8 @@ from trainer.batch.advantages import (
     by_bucket,
     compared,
     groups_of,
-    is_single,
     named_rows,
     past_values,
-    rewards_by_name,
     single_rows,
     uniform_groups,
     whiten,
@@ -41,7 +39,7 @@ from trainer.batch.ratios import (
     ratio_of,
     to_go,
 )
-from trainer.batch.selection import Offer, Selection, check_advantages, without_advantage
+from trainer.batch.selection import Selection, check_advantages, without_advantage
 from turnwise.credit import Floats, normalised
 from turnwise.settings import FromJson
 from turnwise.types import SessionKey
@@ -76,34 +74,31 @@ class PolicyGradient(Weighed):
         self.needs_reference = settings.kl_coef > 0
         self.needs_proximal = self.has_ratio and settings.correction is not None
 
-    def choose(self, offer: Offer) -> Selection:
+    def choose(self, offer: Selection) -> Selection:
         """Choose the groups with an advantage. Turns that are left out still count in their group's baseline."""
         rows = self.single_rows(offer)
         past = past_values(offer.window, rows)
         advantages = self.assign(offer, past)
-        uniform = set() if self.credits_tokens else uniform_groups(offer.experiences, advantages)
+        uniform = set() if self.credits_tokens else uniform_groups(offer.offered, advantages)
         kept = [
             (experience, turns)
-            for experience, turns, reason in zip(offer.experiences, advantages, offer.reasons, strict=True)
+            for experience, turns, reason in zip(offer.offered, advantages, offer.reasons, strict=True)
             if reason is None and experience.group_key not in uniform
         ]
-        return Selection(
-            experiences=[experience for experience, _ in kept],
-            advantages=[turns for _, turns in kept],
-            refused=without_advantage(offer, uniform, rows, past) | offer.refused,
-            single_rows=rows,
-        )
+        for key, why in without_advantage(offer, uniform, rows, past).items():
+            offer.refuse(key, why)
+        return offer.choose([chain for chain, _ in kept], [turns for _, turns in kept], single_rows=rows)
 
-    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
+    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
         """Return the advantages of every experience, of each turn [K] or of each token [L]."""
-        found: list[Floats] = [np.empty(0)] * len(offer.experiences)
-        singles = [n for n, one in enumerate(offer.experiences) if self.compares_singles and is_single(one)]
-        for members in groups_of(offer.experiences, set(singles)):
-            group = Group([Chain(offer.experiences[member]) for member in members])
+        found: list[Floats] = [np.empty(0)] * len(offer.offered)
+        singles = [n for n, one in enumerate(offer.offered) if self.compares_singles and one.is_single]
+        for members in groups_of(offer.offered, set(singles)):
+            group = Group([offer.offered[member] for member in members])
             for member, advantages in zip(members, self.advantages(group), strict=True):
                 found[member] = np.asarray(advantages, np.float64)
-                check_advantages(offer.experiences[member], found[member])
-        those = compared([offer.experiences[n] for n in singles], offer.kind_pattern)
+                check_advantages(offer.offered[member], found[member])
+        those = compared([offer.offered[n] for n in singles], offer.kind_pattern)
         of_singles = by_bucket(those.values, those.buckets, self.centre, past, is_scaled=self.scales_singles)
         for member, advantages in zip(singles, those.of_turns(of_singles), strict=True):
             found[member] = advantages
@@ -118,10 +113,10 @@ class PolicyGradient(Weighed):
         """Return the advantages of values that are compared with each other: of sessions, or of turns at one step."""
         return normalised(values)
 
-    def single_rows(self, offer: Offer) -> list[Row]:
+    def single_rows(self, offer: Selection) -> list[Row]:
         if not self.compares_singles:
             return []
-        return single_rows(offer.experiences, offer.kind_pattern)
+        return single_rows(offer.offered, offer.kind_pattern)
 
     @abc.abstractmethod
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
@@ -211,8 +206,8 @@ class ReinforcePlusPlus(GRPO):
     name = "reinforce_plus_plus"
     compares_singles = False
 
-    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:  # noqa: ARG002  it has no single sessions
-        those = compared(offer.experiences)
+    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:  # noqa: ARG002  it has no single sessions
+        those = compared(offer.offered)
         return those.of_turns(whiten(those.values))
 
 
@@ -222,8 +217,8 @@ class ReinforcePlusPlusBaseline(GRPO):
     name = "reinforce_plus_plus_baseline"
     scales_singles = False
 
-    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
-        those = compared(offer.experiences)
+    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
+        those = compared(offer.offered)
         centred = np.zeros(len(those.values))
         for place, advantages in zip(those.places, super().assign(offer, past), strict=True):
             centred[place] = advantages
@@ -248,13 +243,13 @@ class GDPO(GRPO):
 
     settings: Settings
 
-    def assign(self, offer: Offer, past: PastValues) -> list[Floats]:
+    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
         sessions: dict[tuple[SessionKey, Hashable], int] = {}
-        members = [(one.session_key, bucket_for(one, None, offer.kind_pattern)) for one in offer.experiences]
+        members = [(one.session_key, bucket_for(one, None, offer.kind_pattern)) for one in offer.offered]
         for member in members:
             sessions.setdefault(member, len(sessions))
-        first = dict(reversed(list(zip(members, offer.experiences, strict=True))))
-        rewards = [rewards_by_name(first[member]) for member in sessions]
+        first = dict(reversed(list(zip(members, offer.offered, strict=True))))
+        rewards = [first[member].named_rewards for member in sessions]
         total = np.zeros(len(sessions))
         for name in sorted({name for one in rewards for name in one}):
             having = [(n, member) for member, n in sessions.items() if name in rewards[n]]
@@ -265,11 +260,11 @@ class GDPO(GRPO):
         advantages = whiten(total)
         return [
             np.full(len(one.turn_ids), advantages[sessions[member]])
-            for one, member in zip(offer.experiences, members, strict=True)
+            for one, member in zip(offer.offered, members, strict=True)
         ]
 
-    def single_rows(self, offer: Offer) -> list[Row]:
-        return named_rows(offer.experiences, offer.kind_pattern)
+    def single_rows(self, offer: Selection) -> list[Row]:
+        return named_rows(offer.offered, offer.kind_pattern)
 
 
 def dr_grpo(values: Floats) -> Floats:

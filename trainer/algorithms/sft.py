@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Weighed
 from trainer.batch.ratios import TrainedTokens
-from trainer.batch.selection import Offer, Selection
+from trainer.batch.selection import Selection
 
 
 class SFT(Weighed):
@@ -22,15 +22,13 @@ class SFT(Weighed):
 
     settings: Settings
 
-    def choose(self, offer: Offer) -> Selection:
+    def choose(self, offer: Selection) -> Selection:
         good = [experience for experience in offer.fit if experience.reward >= self.settings.min_reward]
         kept = {experience.group_key for experience in good}
-        low = {group: "reward_too_low" for group in offer.keys if group not in kept}
-        return Selection(
-            experiences=good,
-            advantages=[np.ones(len(experience.turn_ids)) for experience in good],
-            refused=low | offer.refused,
-        )
+        for key in offer.keys:
+            if key not in kept:
+                offer.refuse(key, "reward_too_low")
+        return offer.choose(good, [np.ones(len(experience.turn_ids)) for experience in good])
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
         return -tokens.logprobs

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, select
 from trainer.batch.batch import Batch, build
+from trainer.batch.chain import Chain, chain_of
 from trainer.batch.ratios import RESERVED, TrainedTokens
 from trainer.batch.selection import Selection, SelectionRule, check_advantages
 from turnwise.chains import EID, Experience
@@ -54,7 +55,7 @@ def _tried(algorithm: Algorithm) -> tuple[str, ...]:
         if not np.isfinite(advantages).all():
             raise ValueError(f"an advantage is not finite: {advantages}")
     if not chosen.experiences:  # settings may ask for what this batch does not have
-        chosen = Selection(experiences=experiences, advantages=[np.ones(2)] * len(experiences), refused={})
+        chosen = Selection(experiences=experiences, advantages=[np.ones(2)] * len(experiences))
     batch = build(
         chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs, chosen=chosen.chosen or None
     )
@@ -111,7 +112,7 @@ def _numbered(units: Sequence[int]) -> list[int]:
     return np.unique(np.array(units), return_inverse=True)[1].tolist()  # type: ignore[no-any-return]
 
 
-def _experience(group: str, run: int, reward: float) -> Experience:
+def _experience(group: str, run: int, reward: float) -> Chain:
     """Return a session of one chain: two turns of a prompt token and two sampled ones.
 
     The first turns of a group observe the same state; so do the second ones, but for that of its last session.
@@ -119,7 +120,7 @@ def _experience(group: str, run: int, reward: float) -> Experience:
     is_apart = run == len(REWARDS) - 1
     mask = np.array([False, True, True] * 2)
     session_id = f"{group}-{run}"
-    return Experience(
+    stored = Experience(
         eid=EID(batch=group, task=group, run=run),
         session_id=session_id,
         group_id=session_id if group == "single" else group,
@@ -147,3 +148,4 @@ def _experience(group: str, run: int, reward: float) -> Experience:
             "metadata": {},
         },
     )
+    return chain_of(stored)

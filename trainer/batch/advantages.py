@@ -23,10 +23,10 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from turnwise.chains import Experience
+from trainer.batch.chain import Chain
 from turnwise.credit import STD_EPSILON, Floats, is_uniform
 from turnwise.settings import FromJson, Settings
-from turnwise.types import GroupKey, Json, Role, SessionKey, name_digest
+from turnwise.types import GroupKey, Json, SessionKey, name_digest
 
 OVERLONG_PENALTY = 1.0
 """Largest penalty of an overlong session: a success that is too long is worth a failure, where rewards are 0 or 1."""
@@ -58,10 +58,10 @@ class RewardRule(Settings):
 
 
 def shape_rewards(
-    experiences: Sequence[Experience],
+    experiences: Sequence[Chain],
     rule: RewardRule,
     combine: Callable[[Mapping[str, float], Json], float | None],
-) -> list[Experience]:
+) -> list[Chain]:
     """Return the experiences with the rewards and returns that are trained.
 
     `combine` returns a session's reward from its rewards by name and its metadata; None: by the rule.
@@ -71,18 +71,12 @@ def shape_rewards(
         lengths[experience.session_key] += int(experience.loss_mask.sum())
     shaped = []
     for experience in experiences:
-        own = combine(rewards_by_name(experience), experience.info.get("metadata") or {})
+        own = combine(experience.named_rewards, experience.metadata)
         reward = _weighed(experience, rule) if own is None else float(own)
         penalty = overlong_penalty(lengths[experience.session_key], rule)
         changed = reward != experience.reward or penalty
         shaped.append(_with_reward(experience, reward, penalty) if changed else experience)
     return shaped
-
-
-def rewards_by_name(experience: Experience) -> dict[str, float]:
-    """Return the session's rewards by name; one without names is its reward under the name `reward`."""
-    found: Mapping[str, float] = experience.info.get("rewards") or {"reward": experience.reward}
-    return dict(found)
 
 
 def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
@@ -97,17 +91,13 @@ def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
     return OVERLONG_PENALTY * min(max(over / buffer, 0.0), 1.0)
 
 
-def is_truncated(experience: Experience) -> bool:
-    return "length" in (experience.info.get("finish_reasons") or ())
-
-
-def _weighed(experience: Experience, rule: RewardRule) -> float:
+def _weighed(experience: Chain, rule: RewardRule) -> float:
     if not rule.reward_weights:
         return experience.reward
-    return sum(rule.reward_weights.get(name, 1.0) * value for name, value in rewards_by_name(experience).items())
+    return sum(rule.reward_weights.get(name, 1.0) * value for name, value in experience.named_rewards.items())
 
 
-def _with_reward(experience: Experience, reward: float, penalty: float) -> Experience:
+def _with_reward(experience: Chain, reward: float, penalty: float) -> Chain:
     """Return the experience under another session reward; step by step, the penalty falls on its last turn."""
     if experience.is_by_step:
         returns, rewards = experience.turn_returns.copy(), experience.turn_rewards.copy()
@@ -142,13 +132,8 @@ class Row(NamedTuple):
 PastValues = Mapping[Bucket, Floats]
 
 
-def is_single(experience: Experience) -> bool:
-    return bool(experience.info.get("single"))
-
-
-def bucket_of(experience: Experience, part: str, kind_pattern: str | None) -> Bucket:
-    roles = experience.info.get("roles") or [Role.MAIN]
-    names = (experience.tenant, _agent_of(experience, kind_pattern), str(roles[0]))
+def bucket_of(experience: Chain, part: str, kind_pattern: str | None) -> Bucket:
+    names = (experience.tenant, _agent_of(experience, kind_pattern), experience.role)
     return Bucket(hashlib.sha256("\0".join(names).encode()).hexdigest()[:16], part)
 
 
@@ -210,10 +195,10 @@ def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: PastV
     return UNIFORM if all(map(is_uniform, pools)) else AT_BASELINE
 
 
-def _agent_of(experience: Experience, kind_pattern: str | None) -> str:
+def _agent_of(experience: Chain, kind_pattern: str | None) -> str:
     found = None if kind_pattern is None else re.search(kind_pattern, experience.eid.task)
     if found is None:
-        return f"agent {experience.info.get('agent', '')}"
+        return f"agent {experience.agent}"
     return f"task {found.group(1 if found.re.groups else 0)}"
 
 
@@ -231,7 +216,7 @@ class Compared:
         return [advantages[place] for place in self.places]
 
 
-def compared(experiences: Sequence[Experience], kind_pattern: str | None = None) -> Compared:
+def compared(experiences: Sequence[Chain], kind_pattern: str | None = None) -> Compared:
     """Return the values of experiences: rewards of sessions, or returns of turns with step-wise credit."""
     values: list[float] = []
     buckets: list[Hashable] = []
@@ -280,9 +265,9 @@ def by_bucket(
     return advantages
 
 
-def bucket_for(experience: Experience, part: int | str | None, kind_pattern: str | None) -> Hashable:
+def bucket_for(experience: Chain, part: int | str | None, kind_pattern: str | None) -> Hashable:
     """Return what a value is compared with: that of a step, of a named reward, or of the whole session (None)."""
-    if is_single(experience):
+    if experience.is_single:
         return bucket_of(experience, WHOLE if part is None else str(part), kind_pattern)
     return experience.group_key, part if isinstance(part, int) else None
 
@@ -295,7 +280,7 @@ def whiten(values: Floats, *, ddof: int = 1) -> Floats:
     return scaled
 
 
-def groups_of(experiences: Sequence[Experience], without: Collection[int]) -> list[list[int]]:
+def groups_of(experiences: Sequence[Chain], without: Collection[int]) -> list[list[int]]:
     members: dict[GroupKey, list[int]] = defaultdict(list)
     for index, experience in enumerate(experiences):
         if index not in without:
@@ -303,10 +288,10 @@ def groups_of(experiences: Sequence[Experience], without: Collection[int]) -> li
     return list(members.values())
 
 
-def single_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> list[Row]:
+def single_rows(experiences: Sequence[Chain], kind_pattern: str | None) -> list[Row]:
     rows: dict[Row, None] = {}  # a session with several chains of a kind has one value
     by_turn: list[Row] = []
-    for experience in filter(is_single, experiences):
+    for experience in (one for one in experiences if one.is_single):
         if experience.is_by_step:
             steps = zip(experience.turn_steps, experience.turn_returns, strict=True)
             by_turn += [_row(experience, step, value, kind_pattern) for step, value in steps]
@@ -315,19 +300,19 @@ def single_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> 
     return [*rows, *by_turn]
 
 
-def named_rows(experiences: Sequence[Experience], kind_pattern: str | None) -> list[Row]:
+def named_rows(experiences: Sequence[Chain], kind_pattern: str | None) -> list[Row]:
     rows: dict[Row, None] = {}
-    for experience in filter(is_single, experiences):
-        named = rewards_by_name(experience).items()
+    for experience in (one for one in experiences if one.is_single):
+        named = experience.named_rewards.items()
         rows |= {_row(experience, f"reward {name}", value, kind_pattern): None for name, value in named}
     return list(rows)
 
 
-def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[GroupKey]:
+def uniform_groups(experiences: Sequence[Chain], advantages: Sequence[Floats]) -> set[GroupKey]:
     telling = {experience.group_key for experience, turns in zip(experiences, advantages, strict=True) if np.any(turns)}
     return {experience.group_key for experience in experiences} - telling
 
 
-def _row(experience: Experience, part: int | str, value: float, kind_pattern: str | None) -> Row:
+def _row(experience: Chain, part: int | str, value: float, kind_pattern: str | None) -> Row:
     bucket = bucket_of(experience, str(part), kind_pattern)
     return Row(*bucket, name_digest(experience.session_key), float(value))

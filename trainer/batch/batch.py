@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.batch.chain import Chain
 from trainer.batch.forest import Forest, Indices, Keys, Layout, side_by_side
-from trainer.batch.processors import RowProcessors, SampledTurn
-from trainer.batch.sampling import TurnProcessors, is_known, processors_of, temperatures
 from trainer.batch.selection import why_untrainable
-from turnwise.chains import Experience, token_keys
-from turnwise.types import PlacedImage, SessionKey, TokenIds
+from turnwise.chains import token_keys
+from turnwise.types import SessionKey, TokenIds
 
 Aggregation = Literal["token_mean", "session_mean", "session_sum"]
 Reals = npt.NDArray[np.float32]
@@ -58,20 +57,17 @@ class Row:
     layout: Layout
     predictor: Indices
     token: Indices
-    routing: Indices | None = None
-    """Experts of each row token by layer, -1 where they are not known. [N, layers, experts a token]"""
-    pictured: Sequence[tuple[Indices, Sequence[PlacedImage]]] = ()
-    """The places of each chain that has images, with these."""
-
-    def images(self) -> Iterator[tuple[Indices, PlacedImage]]:
-        return ((path, image) for path, images in self.pictured for image in images)
+    paths: Sequence[tuple[int, Indices]] = ()
+    """Each experience with the places of its tokens in the row."""
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the terms of features have in the row, by their names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The experiences of one claim as arrays."""
 
-    experiences: Sequence[Experience]
+    experiences: Sequence[Chain]
     table: TokenTable
     tokens_of: Sequence[Indices]
     unit_of: Sequence[int]
@@ -114,7 +110,7 @@ class Batch:
 
 
 def build(
-    experiences: Sequence[Experience],
+    experiences: Sequence[Chain],
     advantages: Sequence[npt.NDArray[np.float64]],
     *,
     policy_version: int,
@@ -145,7 +141,7 @@ def build(
         target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
         behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),
         advantages=_joined([_of_tokens(e, p, a) for e, p, a in columns], np.float32),
-        temperature=_joined([temperatures(e)[e.turn_index[p]] for e, p, _ in columns], np.float32),
+        temperature=_joined([e.temperatures[e.turn_index[p]] for e, p, _ in columns], np.float32),
         on_policy=np.repeat([_sampled_by(e, policy_version) for e in experiences], counts).astype(np.bool_),
     )
     return Batch(
@@ -166,25 +162,8 @@ def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
     for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
         defined = np.array([reason is None for reason in why_untrainable(experience)])
         places = batch.table.place[tokens]
-        found[tokens] = defined[experience.turn_index[places]] & is_known(experience)[places]
+        found[tokens] = defined[experience.turn_index[places]] & experience.is_known[places]
     return found
-
-
-def row_processors(batch: Batch, row: Row) -> RowProcessors | None:
-    """Return what was applied to the logits of a row's trained tokens beside a scale; None: nothing."""
-    members, places = batch.table.experience[row.token], batch.table.place[row.token]
-    turns: list[SampledTurn] = []
-    turn, place = np.full(len(places), -1, np.int64), np.zeros(len(places), np.int64)
-    for member in np.unique(members):
-        experience = batch.experiences[member]
-        for number, found in enumerate(processors_of(experience)):
-            if isinstance(found, TurnProcessors):
-                own, sampled = np.flatnonzero(members == member), np.flatnonzero(experience.turn_index == number)
-                inside = own[experience.turn_index[places[own]] == number]
-                turn[inside], place[inside] = len(turns), places[inside] - sampled[0]
-                prompt, reply = experience.tokens[: sampled[0]], experience.tokens[sampled]
-                turns.append(SampledTurn(processors=found, prompt=prompt, sampled=reply))
-    return RowProcessors(turns=turns, turn=turn, place=place) if turns else None
 
 
 def trained_turns(batch: Batch) -> set[str]:
@@ -264,20 +243,20 @@ def pack(batch: Batch, members: Iterable[int], row_tokens: int | None) -> list[R
     return rows
 
 
-def _trained(experience: Experience, *, needs_behaviour: bool) -> Indices:
+def _trained(experience: Chain, *, needs_behaviour: bool) -> Indices:
     fit = np.array([reason is None for reason in why_untrainable(experience, needs_behaviour=needs_behaviour)])
     places = np.flatnonzero(experience.loss_mask)
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
     trained: Indices = places[fit[experience.turn_index[places]]]
-    return trained[is_known(experience)[trained]] if needs_behaviour else trained
+    return trained[experience.is_known[trained]] if needs_behaviour else trained
 
 
-def _of_tokens(experience: Experience, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _of_tokens(experience: Chain, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     by_turn = len(advantages) == len(experience.turn_ids)
     return advantages[experience.turn_index[places] if by_turn else places]
 
 
-def _sampled_by(experience: Experience, version: int) -> bool:
+def _sampled_by(experience: Chain, version: int) -> bool:
     return experience.policy_version_first == experience.policy_version_last == version
 
 
@@ -294,8 +273,7 @@ def _forest_row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
 
 def _row(batch: Batch, members: Sequence[int], layout: Layout, places: Sequence[Indices]) -> Row:
     trained = [batch.tokens_of[member] for member in members]
-    pictured = list(_pictured(batch, members, places))
-    if pictured:
+    if any(batch.keys[member] is not batch.experiences[member].tokens for member in members):
         tokens = layout.tokens.astype(np.int32)
         for member, own in zip(members, places, strict=True):
             tokens[own] = batch.experiences[member].tokens[: len(own)]
@@ -304,30 +282,8 @@ def _row(batch: Batch, members: Sequence[int], layout: Layout, places: Sequence[
         layout=layout,
         predictor=np.concatenate([own[batch.table.place[of] - 1] for own, of in zip(places, trained, strict=True)]),
         token=np.concatenate(trained),
-        routing=_routing([batch.experiences[member].routed_experts for member in members], places, len(layout.tokens)),
-        pictured=pictured,
+        paths=list(zip(members, places, strict=True)),
     )
-
-
-def _pictured(
-    batch: Batch, members: Sequence[int], places: Sequence[Indices]
-) -> Iterator[tuple[Indices, Sequence[PlacedImage]]]:
-    for member, own in zip(members, places, strict=True):
-        images = batch.experiences[member].images
-        if inside := [image for image in images if image.offset + image.length <= len(own)]:
-            yield own, inside
-
-
-def _routing(routed: Sequence[npt.NDArray[np.int16] | None], places: Sequence[Indices], length: int) -> Indices | None:
-    known = [(each, own) for each, own in zip(routed, places, strict=True) if each is not None]
-    if not known:
-        return None
-    routing = np.full((length, *known[0][0].shape[1:]), -1, np.int64)
-    for each, own in known:
-        if each.shape[1:] == routing.shape[1:]:
-            has = (each[: len(own)] >= 0).all((1, 2))
-            routing[own[has]] = each[: len(own)][has]
-    return routing
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.batch.processors import Processing, Scale, pull_back
+from trainer.batch.logits import Processing, Scale, pull_back
 
 LOWEST = -1e30
 """Logprob of an id that could not be sampled: so low that no gap check passes it, and finite for entropy and ratios."""

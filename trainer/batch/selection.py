@@ -1,8 +1,8 @@
-"""What an algorithm is offered of a batch, and what it chose; the rest is refused by group or by turn, with a reason.
+"""What is trained of a batch: what an algorithm chose, and why the rest is refused by group or left out by turn.
 
 Behaviour logprobs are those of the distribution that was sampled from. Turns whose distribution the trainer cannot
-compute (`trainer.batch.sampling`) stay in the prompt, carry no loss, and are counted by reason. An algorithm that reads
-no behaviour logprobs, such as SFT, trains these turns too.
+compute (`Chain.without_ratio`) stay in the prompt, carry no loss, and are counted by reason. An algorithm that reads no
+behaviour logprobs, such as SFT, trains these turns too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -20,14 +21,10 @@ from trainer.batch.advantages import (
     PastValues,
     RewardRule,
     Row,
-    is_single,
-    is_truncated,
-    rewards_by_name,
     shape_rewards,
     why_without_advantage,
 )
-from trainer.batch.sampling import UNKNOWN_SUPPORT, is_known, processors_of
-from turnwise.chains import Experience
+from trainer.batch.chain import Chain
 from turnwise.credit import Floats
 from turnwise.sampling import GREEDY
 from turnwise.types import GroupKey, Json, SessionKey, name_digest
@@ -38,56 +35,84 @@ NO_TRAINABLE_TURN = "no_trainable_turn"
 """Beginning of the reason of a chain of which no turn can be trained, such as one that was sampled greedily."""
 NOT_CHOSEN = "not_chosen"
 """Reason of a turn that could be trained, and that the algorithm did not choose."""
+UNKNOWN_SUPPORT = "unknown_support"
+"""Why a token carries no loss: its turn's sampling was truncated, and what was left for it is not known."""
 TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
 
 
-def why_untrainable(experience: Experience, *, needs_behaviour: bool = True) -> list[str | None]:
+def why_untrainable(experience: Chain, *, needs_behaviour: bool = True) -> list[str | None]:
     """Return for each turn why it cannot be trained, None where it can. [K]."""
-    found = processors_of(experience)
-    reasons = [one if needs_behaviour and isinstance(one, str) else None for one in found]
+    reasons: list[str | None] = [why if needs_behaviour else None for why in experience.without_ratio]
     broken = experience.loss_mask & ~np.isfinite(experience.logprobs)
     for turn in np.unique(experience.turn_index[broken]):
         reasons[turn] = "broken_logprobs"
     return reasons
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Selection:
-    """The part of a batch that is trained, with its credit."""
+    """A batch from its offer to its last optimizer step: what is trained of it, with its credit, and what is refused.
 
-    experiences: Sequence[Experience]
-    advantages: Sequence[Floats]
+    An algorithm gets it as what was claimed, and puts in what it chose.
+    """
+
+    offered: Sequence[Chain] = ()
+    """The chains of the claimed groups, with their rewards as shaped."""
+    keys: Sequence[GroupKey] = ()
+    """The claimed groups that may be trained."""
+    reasons: Sequence[str | None] = ()
+    """Why each offered chain is not trained whatever the algorithm says; None where it may be."""
+    window: Sequence[Row] = ()
+    """Values of earlier single sessions."""
+    kind_pattern: str | None = None
+    experiences: Sequence[Chain] = ()
+    advantages: Sequence[Floats] = ()
     """Of each experience those of its K turns, or of its L tokens: [K] or [L] each."""
     pairs: Sequence[int] | None = None
     chosen: Sequence[bool] | None = None
-    refused: dict[GroupKey, str]
+    num_imported: int = 0
+    """The last experiences that are imported ones, mixed in."""
     single_rows: Sequence[Row] = ()
+    refused: dict[GroupKey, str] = dataclasses.field(default_factory=dict)
+    """Why groups are not trained. An experience may be of a group that was refused after it was chosen."""
+
+    @property
+    def fit(self) -> list[Chain]:
+        return [one for one, reason in zip(self.offered, self.reasons, strict=True) if reason is None]
+
+    def refuse(self, key: GroupKey, why: str) -> None:
+        """Do not train a group; the first reason stays."""
+        self.refused.setdefault(key, why)
+
+    def choose(self, experiences: Sequence[Chain], advantages: Sequence[Floats], **more: Any) -> Selection:
+        """Return the selection with these experiences to train; `more` are fields of a selection."""
+        return dataclasses.replace(self, experiences=experiences, advantages=advantages, **more)
+
+    def trained(self) -> list[Chain]:
+        return [one for one in self.experiences if one.group_key not in self.refused]
+
+    def mix_in(self, imported: Selection) -> None:
+        """Put imported experiences behind the others, as pairs of their own where they are pairs."""
+        num_own = len(self.experiences)
+        chosen = [*_chosen(self), *_chosen(imported)]
+        if imported.pairs is not None:
+            start = num_own if self.pairs is None else max(self.pairs, default=-1) + 1
+            self.pairs = [*(self.pairs or range(num_own)), *(start + pair for pair in imported.pairs)]
+        self.experiences = [*self.experiences, *imported.experiences]
+        self.advantages, self.chosen = [*self.advantages, *imported.advantages], chosen
+        self.num_imported = len(imported.experiences)
 
     def advantages_by_session(self, trained: Collection[str]) -> dict[SessionKey, dict[str, float]]:
+        """Return the advantages of the turns of these ids whose groups are not refused."""
         by_session: dict[SessionKey, dict[str, float]] = {}
         for experience, turns in zip(self.experiences, self.advantages, strict=True):
+            if experience.group_key in self.refused:
+                continue
             for turn_id, value in zip(experience.turn_ids, of_turns(experience, turns), strict=True):
                 if turn_id in trained:
                     by_session.setdefault(experience.session_key, {})[turn_id] = float(value)
         return by_session
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What an algorithm can train of a batch."""
-
-    experiences: Sequence[Experience]
-    keys: Sequence[GroupKey]
-    reasons: Sequence[str | None]
-    """Why each experience is not trained whatever the algorithm says; None where it may be."""
-    refused: dict[GroupKey, str]
-    window: Sequence[Row]
-    kind_pattern: str | None
-
-    @property
-    def fit(self) -> list[Experience]:
-        return [one for one, reason in zip(self.experiences, self.reasons, strict=True) if reason is None]
 
 
 class SelectionRule(RewardRule):
@@ -110,15 +135,15 @@ class SelectionRule(RewardRule):
 
 
 def offer(
-    experiences: Sequence[Experience],
+    experiences: Sequence[Chain],
     keys: Iterable[GroupKey],
     rule: SelectionRule,
     window: Sequence[Row],
     reward: Callable[[Mapping[str, float], Json], float | None],
     *,
     needs_behaviour: bool = True,
-) -> Offer:
-    """Return what can be trained of the claimed groups, which hold these experiences.
+) -> Selection:
+    """Return what can be trained of the claimed groups, which hold these experiences; nothing is chosen yet.
 
     `window` has the values of earlier single sessions. `reward` returns a session's reward from its rewards by name and
     its metadata; None: as it is stored. `needs_behaviour` says whether an importance ratio is formed for each token.
@@ -126,20 +151,20 @@ def offer(
     shaped = shape_rewards(experiences, rule, reward)
     too_large = _groups_too_large(shaped)
     keys = [key for key in keys if key not in too_large]
-    experiences = [experience for experience in shaped if experience.group_key not in too_large]
-    reasons = _left_out(experiences, rule, needs_behaviour=needs_behaviour)
-    return Offer(
-        experiences=experiences,
+    fit = [experience for experience in shaped if experience.group_key not in too_large]
+    reasons = _left_out(fit, rule, needs_behaviour=needs_behaviour)
+    return Selection(
+        offered=fit,
         keys=keys,
         reasons=reasons,
-        refused=too_large | _groups_left_out(experiences, reasons, keys),
+        refused=too_large | _groups_left_out(fit, reasons, keys),
         window=window,
         kind_pattern=rule.kind_pattern,
     )
 
 
 def left_out(
-    experiences: Sequence[Experience],
+    experiences: Sequence[Chain],
     refused: Mapping[GroupKey, str],
     trained: Collection[str],
     rule: SelectionRule,
@@ -156,7 +181,7 @@ def left_out(
         experiences, _left_out(experiences, rule, needs_behaviour=needs_behaviour), strict=True
     ):
         refusal, size = refused.get(experience.group_key), len(experience.turn_ids)
-        unknown = experience.loss_mask & ~(is_known(experience) | (not needs_behaviour))
+        unknown = experience.loss_mask & ~(experience.is_known | (not needs_behaviour))
         sizes, of_unknown = (
             np.bincount(experience.turn_index[of], minlength=size).tolist() for of in (experience.loss_mask, unknown)
         )
@@ -172,36 +197,7 @@ def left_out(
     return dict(+turns), dict(+tokens)
 
 
-def joined(first: Selection, second: Selection) -> Selection:
-    num_first = len(first.experiences)
-    pairs = first.pairs
-    if second.pairs is not None:
-        start = num_first if first.pairs is None else max(first.pairs, default=-1) + 1
-        pairs = [*(first.pairs or range(num_first)), *(start + pair for pair in second.pairs)]
-    return Selection(
-        experiences=[*first.experiences, *second.experiences],
-        advantages=[*first.advantages, *second.advantages],
-        pairs=pairs,
-        chosen=[*_chosen(first), *_chosen(second)],
-        refused=first.refused,
-        single_rows=first.single_rows,
-    )
-
-
-def without_groups(selection: Selection, reasons: dict[GroupKey, str]) -> Selection:
-    """Return the selection without these groups, which are refused for these reasons."""
-    kept = [n for n, experience in enumerate(selection.experiences) if experience.group_key not in reasons]
-    return Selection(
-        experiences=[selection.experiences[n] for n in kept],
-        advantages=[selection.advantages[n] for n in kept],
-        pairs=None if selection.pairs is None else [selection.pairs[n] for n in kept],
-        chosen=None if selection.chosen is None else [selection.chosen[n] for n in kept],
-        refused=selection.refused | reasons,
-        single_rows=selection.single_rows,
-    )
-
-
-def check_advantages(experience: Experience, advantages: Floats) -> None:
+def check_advantages(experience: Chain, advantages: Floats) -> None:
     """Check that a chain has one advantage a turn, or one a token.
 
     Raises:
@@ -215,7 +211,7 @@ def check_advantages(experience: Experience, advantages: Floats) -> None:
         )
 
 
-def of_turns(experience: Experience, advantages: Floats) -> Floats:
+def of_turns(experience: Chain, advantages: Floats) -> Floats:
     """Return the advantage of each turn: of those by token, the mean over the turn's trained tokens. [K]."""
     if len(advantages) == len(experience.turn_ids):
         return advantages
@@ -230,10 +226,10 @@ def _chosen(selection: Selection) -> Sequence[bool]:
     return [True] * len(selection.experiences) if selection.chosen is None else selection.chosen
 
 
-def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
+def _groups_too_large(experiences: Sequence[Chain]) -> dict[GroupKey, str]:
     refused: dict[GroupKey, str] = {}
     for experience in experiences:
-        named = rewards_by_name(experience).values()
+        named = experience.named_rewards.values()
         values = np.array([experience.reward, *experience.turn_returns, *named], np.float64)
         bad = values[~(np.abs(values) <= LARGEST_VALUE)]
         if len(bad):
@@ -243,24 +239,24 @@ def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
 
 
 def without_advantage(
-    offer: Offer, groups: Collection[GroupKey], rows: Sequence[Row], past: PastValues
+    offer: Selection, groups: Collection[GroupKey], rows: Sequence[Row], past: PastValues
 ) -> dict[GroupKey, str]:
     of_session: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         of_session[row.session].append(row)
     found = {}
-    for experience in offer.experiences:
+    for experience in offer.offered:
         key = experience.group_key
         if key in groups and key not in found:
-            own = of_session[name_digest(experience.session_key)] if is_single(experience) else []
+            own = of_session[name_digest(experience.session_key)] if experience.is_single else []
             found[key] = why_without_advantage(own, rows, past) if own else UNIFORM
     return found
 
 
-def _left_out(experiences: Sequence[Experience], rule: SelectionRule, *, needs_behaviour: bool) -> list[str | None]:
-    overlong = {one.session_key for one in experiences if is_truncated(one)} if rule.overlong_mask else set()
+def _left_out(experiences: Sequence[Chain], rule: SelectionRule, *, needs_behaviour: bool) -> list[str | None]:
+    overlong = {one.session_key for one in experiences if one.is_cut} if rule.overlong_mask else set()
 
-    def reason(experience: Experience) -> str | None:
+    def reason(experience: Chain) -> str | None:
         reasons = why_untrainable(experience, needs_behaviour=needs_behaviour)
         if None not in reasons:
             named = ("temperature 0" if name == GREEDY else name for name in dict.fromkeys(filter(None, reasons)))
@@ -275,7 +271,7 @@ def _left_out(experiences: Sequence[Experience], rule: SelectionRule, *, needs_b
 
 
 def _groups_left_out(
-    experiences: Sequence[Experience], reasons: Sequence[str | None], keys: Sequence[GroupKey]
+    experiences: Sequence[Chain], reasons: Sequence[str | None], keys: Sequence[GroupKey]
 ) -> dict[GroupKey, str]:
     refused = dict.fromkeys(keys, NO_TRAINABLE_TURN)
     for experience, reason in reversed(list(zip(experiences, reasons, strict=True))):

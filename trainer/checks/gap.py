@@ -107,10 +107,10 @@ class BatchGap:
 class GapCheck:
     """Compares every batch; every process calls it in step."""
 
-    def __init__(self, learner: PolicyAgent, checkpoints: Checkpoints, rule: TrainerSettings) -> None:
+    def __init__(self, learner: PolicyAgent, checkpoints: Checkpoints, settings: TrainerSettings) -> None:
         self._learner = learner
         self._checkpoints = checkpoints
-        self._rule = rule
+        self._settings = settings
         self._num_without_own = 0
         self._verdicts = Verdicts()
 
@@ -130,7 +130,7 @@ class GapCheck:
             for member in of:
                 tokens = found.batch.tokens_of[member]
                 found.put(tokens, logprobs, found.batch.table.on_policy[tokens] & (not has_moved))
-        limit = self._rule.max_logprob_gap
+        limit = self._settings.max_logprob_gap
         suspects = {key for key, of in groups.items() if self._fault(found, key, of, moved_limit=limit) is not None}
         chosen = [member for key in sorted(suspects) for member in _some(found, groups[key], GROUP_TOKENS)]
         if not has_moved:
@@ -154,12 +154,12 @@ class GapCheck:
 
         `moved_limit` is the limit for tokens that other weights sampled than those that computed them.
         """
-        limit = self._rule.max_logprob_gap
+        limit = self._settings.max_logprob_gap
         gap = found.mean(members, is_own=True)
         if gap is not None and not gap <= limit:
             return _reason(key, gap, f"over max_logprob_gap={limit:g}")
         # A loss without ratios may train on tokens of any age.
-        gap = found.mean(members, is_own=False) if self._rule.algorithm.needs_behaviour else None
+        gap = found.mean(members, is_own=False) if self._settings.algorithm.needs_behaviour else None
         if gap is not None and not gap <= moved_limit:
             return _reason(key, gap, f"over {moved_limit:g} under the present weights")
         return None

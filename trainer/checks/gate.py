@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from trainer.batch.batch import Batch, Reals, build
+from trainer.batch.chain import Chain
 from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
 from turnwise.store import experiences
 from turnwise.types import Json, SessionKey
 
@@ -46,7 +46,7 @@ class Shift:
 
 
 def shifts_of(
-    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], rule: TrainerSettings
+    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], settings: TrainerSettings
 ) -> list[Shift]:
     """Return the mean change of each session's sampled tokens."""
     gained = np.asarray(logprobs, np.float64) - batch.table.behaviour
@@ -58,22 +58,22 @@ def shifts_of(
         places = np.concatenate([batch.tokens_of[member] for member in members])
         if len(places):
             first = batch.experiences[members[0]]
-            is_good = _is_good(first, labels.get(first.session_key, ()), rule)
+            is_good = _is_good(first, labels.get(first.session_key, ()), settings)
             shifts.append(Shift(name=_name(first), is_good=is_good, nats=float(gained[places].mean())))
     return shifts
 
 
-RegressionSet = Callable[[int, Collection[str]], tuple[list[Experience], experiences.SessionLabels]]
+RegressionSet = Callable[[int, Collection[str]], tuple[list[Chain], experiences.SessionLabels]]
 """Reads the chains of a number of held-out sessions and of the same number with each label; returns the labels too."""
 
 
 class Gate:
     """Compares the updated weights with held-out sessions; every process calls it in step."""
 
-    def __init__(self, read: RegressionSet, learner: PolicyAgent, rule: TrainerSettings) -> None:
+    def __init__(self, read: RegressionSet, learner: PolicyAgent, settings: TrainerSettings) -> None:
         self._read = read
         self._learner = learner
-        self._rule = rule
+        self._settings = settings
 
     def check(self, policy_version: int) -> tuple[Json, str | None]:
         """Return gauges, and why weights that come from this version must not be published; None where they may.
@@ -81,9 +81,9 @@ class Gate:
         Raises:
             OutOfMemory: A chain does not fit into the memory of one of several processes.
         """
-        rule, world = self._rule, self._learner.world
+        settings, world = self._settings, self._learner.world
         labels = [*GOOD_LABELS, *BAD_LABELS]
-        known, labels_of = world.from_first(lambda: self._read(rule.gate_sessions, labels))
+        known, labels_of = world.from_first(lambda: self._read(settings.gate_sessions, labels))
         found = self._comparable(known)
         credit = [np.zeros(len(experience.turn_ids)) for experience in found]
         batch = build(found, credit, policy_version=policy_version)
@@ -94,13 +94,13 @@ class Gate:
                 raise
             log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)
             return {}, None
-        gauges, reason = judge(shifts_of(batch, logprobs, labels_of, rule), rule)
+        gauges, reason = judge(shifts_of(batch, logprobs, labels_of, settings), settings)
         if reason is not None:
             log.error("the version is kept and not served: %s", reason)
         return gauges, reason
 
-    def _comparable(self, found: Sequence[Experience]) -> list[Experience]:
-        kept = [experience for experience in found if self._learner.why_untrainable(experience) is None]
+    def _comparable(self, found: Sequence[Chain]) -> list[Chain]:
+        kept = [experience for experience in found if self._learner.policy.why_unfit(experience) is None]
         if len(kept) < len(found):
             log.warning(
                 "the publishing gate leaves out %d of %d chains, which this model cannot compute",
@@ -110,15 +110,15 @@ class Gate:
         return kept
 
 
-def _is_good(experience: Experience, labels: Collection[str], rule: TrainerSettings) -> bool | None:
+def _is_good(experience: Chain, labels: Collection[str], settings: TrainerSettings) -> bool | None:
     if any(label in labels for label in BAD_LABELS):
         return False
-    if any(label in labels for label in GOOD_LABELS) or experience.reward >= rule.gate_good_reward:
+    if any(label in labels for label in GOOD_LABELS) or experience.reward >= settings.gate_good_reward:
         return True
-    return False if experience.reward <= rule.gate_bad_reward else None
+    return False if experience.reward <= settings.gate_bad_reward else None
 
 
-def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> tuple[Json, str | None]:
+def judge(shifts: Sequence[Shift], settings: TrainerSettings) -> tuple[Json, str | None]:
     """Return gauges, and why a version with these shifts must not be published; None where it may.
 
     A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by
@@ -141,19 +141,19 @@ def judge(shifts: Sequence[Shift], rule: TrainerSettings) -> tuple[Json, str | N
         gauges["gate_good_shift"] = kept
     if bad:
         gauges["gate_bad_shift"] = rise
-    if len(good) > 1 and kept + NUM_STANDARD_ERRORS * kept_error < -rule.gate_drop:
+    if len(good) > 1 and kept + NUM_STANDARD_ERRORS * kept_error < -settings.gate_drop:
         worst = sorted(good, key=lambda shift: shift.nats)[:NUM_NAMED]
         reason = (
             f"good replies of {len(good)} sessions are {-kept:.3g} nats a token less likely than when they "
-            f"were sampled; the limit is {rule.gate_drop:g} (gate_drop). What fell most: {_named(worst)}"
+            f"were sampled; the limit is {settings.gate_drop:g} (gate_drop). What fell most: {_named(worst)}"
         )
         return gauges, reason
     error = math.hypot(kept_error, rise_error)
-    if min(len(good), len(bad)) > 1 and rise - kept - NUM_STANDARD_ERRORS * error > rule.gate_drop:
+    if min(len(good), len(bad)) > 1 and rise - kept - NUM_STANDARD_ERRORS * error > settings.gate_drop:
         worst = sorted(bad, key=lambda shift: -shift.nats)[:NUM_NAMED]
         reason = (
             f"replies of {len(bad)} bad sessions gained {rise - kept:.3g} nats a token on those of "
-            f"{len(good)} good ones; the limit is {rule.gate_drop:g} (gate_drop). What rose most: {_named(worst)}"
+            f"{len(good)} good ones; the limit is {settings.gate_drop:g} (gate_drop). What rose most: {_named(worst)}"
         )
         return gauges, reason
     return gauges, None
@@ -170,5 +170,5 @@ def _named(shifts: Sequence[Shift]) -> str:
     return ", ".join(f"{shift.name} {shift.nats:+.2f}" for shift in shifts)
 
 
-def _name(experience: Experience) -> str:
+def _name(experience: Chain) -> str:
     return experience.eid.task or experience.session_id

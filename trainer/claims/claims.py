@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 
+from trainer.batch.chain import Chain
 from trainer.checks import sentinels
 from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress, StopFlag, UpdateIds, outlast
+from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
 from turnwise.errors import StoreUnavailable
 from turnwise.store import claims, database, groups, policies, rows, serving, versions
 from turnwise.store.database import Connection, Database
@@ -49,24 +50,25 @@ class Claims(Ledger):
     def __init__(
         self,
         db: Database,
-        rule: TrainerSettings,
+        settings: TrainerSettings,
         *,
         with_imported: bool = False,
         is_paced: bool = True,
         policy: Policy | None = None,
         update_ids: UpdateIds | None = None,
         stopped: StopFlag | None = None,
+        terms: Sequence[Term] = (),
     ) -> None:
         """Claim for one policy; the other arguments are those of `Ledger`.
 
         `with_imported` claims groups of imported sessions too: the loss must read no behaviour logprobs. `is_paced`
         waits for older versions, and drops stale groups; a replay buffer trains on old turns anyway.
         """
-        super().__init__(db, rule, policy=policy, update_ids=update_ids, stopped=stopped)
+        super().__init__(db, settings, policy=policy, update_ids=update_ids, stopped=stopped, terms=terms)
         self._with_imported = with_imported
         self._is_paced = is_paced
         self._wait: Wait | None = None
-        self._idle_clock = database.IdleClock(timedelta(seconds=rule.stalled_seconds or 0))
+        self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
         self._checked_at = -math.inf
 
     def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
@@ -81,16 +83,16 @@ class Claims(Ledger):
         pause = min(0.02, POLL_SECONDS)
         while not self.stopped.is_set():
             is_first = at.num_batches == 0
-            wait = self._wait = self._wait or Wait(self.rule, self.report_status, is_first=is_first)
+            wait = self._wait = self._wait or Wait(self.settings, self.report_status, is_first=is_first)
             look = self._look(at)
-            held = why_held(look, at, self.rule)
+            held = why_held(look, at, self.settings)
             if isinstance(held, Rewind):
                 self._wait = None
                 return held
             self._is_blocked = bool(look.refused) or look.alarm is not None
             claim = None
             if wait.is_over(look, held):
-                claim = outlast(self._claiming(self.rule.groups_per_batch, at), self.stopped)
+                claim = outlast(self._claiming(self.settings.groups_per_batch, at), self.stopped)
             if claim is not None:
                 self._wait = None
                 return self._held(claim, wait)
@@ -103,8 +105,8 @@ class Claims(Ledger):
     def refill(self, batch: ClaimedBatch, num_groups: int, at: RunProgress, until: float) -> ClaimedBatch | None:
         started = time.monotonic()
         if until > started:
-            self._report(describe_refill(batch.claim, num_groups, self.rule))
-        while self._look(at).num_filled(self.rule) < num_groups:
+            self._report(describe_refill(batch.claim, num_groups, self.settings))
+        while self._look(at).num_filled(self.settings) < num_groups:
             if time.monotonic() >= until or self.stopped.is_set():
                 break
             self.stopped.wait(min(0.05, POLL_SECONDS))
@@ -122,18 +124,18 @@ class Claims(Ledger):
             claim=claim,
             experiences=[*batch.experiences, *self._experiences(more)],
             waited_seconds=batch.waited_seconds + time.monotonic() - started,
-            num_refills=batch.num_refills + more.size(self.rule.singles_per_group),
+            num_refills=batch.num_refills + more.size(self.settings.singles_per_group),
         )
 
     def _claiming(self, max_groups: int, at: RunProgress) -> Callable[[], claims.Claim | None]:
         return functools.partial(
             claims.claim,
             self.db,
-            self.rule.trainer_id,
+            self.settings.trainer_id,
             max_groups=max_groups,
-            singles_per_group=self.rule.singles_per_group,
+            singles_per_group=self.settings.singles_per_group,
             lease_seconds=LEASE_SECONDS,
-            min_policy_version=at.oldest_trainable(self.rule.max_staleness) if self._is_paced else None,
+            min_policy_version=at.oldest_trainable(self.settings.max_staleness) if self._is_paced else None,
             with_imported=self._with_imported,
             policy_id=self.policy_id,
             held=self.held_groups,
@@ -157,7 +159,7 @@ class Claims(Ledger):
         log.info("%s", text)
         self.report_status(text)
 
-    def _experiences(self, claim: claims.Claim) -> list[Experience]:
+    def _experiences(self, claim: claims.Claim) -> list[Chain]:
         return self.experiences_of(claim.group_pks, with_imported=self._with_imported)
 
     def _look(self, at: RunProgress) -> Look:
@@ -173,7 +175,7 @@ class Claims(Ledger):
                         change.make(conn)
                 with self.db.read() as conn:
                     look = self._read_look(conn, state, at, now)
-            return self._watch(look) if look.num_filled(self.rule) >= smallest_batch(self.rule) else look
+            return self._watch(look) if look.num_filled(self.settings) >= smallest_batch(self.settings) else look
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
@@ -196,18 +198,18 @@ class Claims(Ledger):
             undone=state.undone,
             refused=versions.refused_in_a_row(conn, MOST_REFUSED, of),
         )
-        if look.num_filled(self.rule) < smallest_batch(self.rule):
+        if look.num_filled(self.settings) < smallest_batch(self.settings):
             return dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
         alarm = None if state.active is None else state.active.alarm
         return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
 
     def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
-        rule, changes = self.rule, []
-        if rule.stalled_seconds is not None:
-            idle_before = self._idle_clock.earliest(now, timedelta(seconds=rule.stalled_seconds))
-            changes.append(groups.stalled(idle_before, rule.stalled_policy, now))
-        if rule.unrewarded_seconds is not None:
-            changes.append(groups.unrewarded(now - timedelta(seconds=rule.unrewarded_seconds), now))
+        settings, changes = self.settings, []
+        if settings.stalled_seconds is not None:
+            idle_before = self._idle_clock.earliest(now, timedelta(seconds=settings.stalled_seconds))
+            changes.append(groups.stalled(idle_before, settings.stalled_policy, now))
+        if settings.unrewarded_seconds is not None:
+            changes.append(groups.unrewarded(now - timedelta(seconds=settings.unrewarded_seconds), now))
         undone = {state.undone, versions.alarmed_versions(conn, state.active)}
         held = self.held_groups
         return changes + [claims.undone(conn, each, self.policy_id, held=held) for each in undone if each]
@@ -220,7 +222,7 @@ class Claims(Ledger):
             active = serving.serving_state(conn, self.policy_id).active
             if active is None:
                 return look
-            alarm = sentinels.check(conn, self.rule.sentinels, self.policy_id)
+            alarm = sentinels.check(conn, self.settings.sentinels, self.policy_id)
         self._checked_at = time.monotonic()
         if alarm != active.alarm:
             with self.db.write() as conn:
@@ -228,19 +230,19 @@ class Claims(Ledger):
         return dataclasses.replace(look, alarm=alarm)
 
     def _read_quota(self, conn: Connection, now: datetime) -> str | None:
-        rule, policy = self.rule, self.policy
+        settings, policy = self.settings, self.policy
         if policy is None:
             return None
         whose = f"the policies of tenant {policy.tenant!r}"
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)
-        if (most_tokens := rule.tenant_trained_tokens_per_day) is not None:
+        if (most_tokens := settings.tenant_trained_tokens_per_day) is not None:
             num_tokens = policies.trained_tokens_since(conn, policy.tenant, today)
             if num_tokens >= most_tokens:
                 return (
                     f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "
                     "(tenant_trained_tokens_per_day): training waits until 00:00 UTC"
                 )
-        if (most_bytes := rule.tenant_policy_bytes) is not None:
+        if (most_bytes := settings.tenant_policy_bytes) is not None:
             own = [one.policy_id for one in policies.list_policies(conn) if one.tenant == policy.tenant]
             num_bytes = num_bytes_on_disk(each for number in own for each in versions.measured_versions(conn, number))
             if num_bytes is not None and num_bytes >= most_bytes:
@@ -271,8 +273,8 @@ class Look:
     quota: str | None = None
     """The sentinel that is beyond its bound, and the quota that is used up, with their numbers."""
 
-    def num_filled(self, rule: TrainerSettings) -> int:
-        return self.num_ready + self.num_singles // rule.singles_per_group
+    def num_filled(self, settings: TrainerSettings) -> int:
+        return self.num_ready + self.num_singles // settings.singles_per_group
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +285,7 @@ class Rewind:
     reason: str
 
 
-def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind | None:
+def why_held(look: Look, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
     if look.refused:
         return (
@@ -299,13 +301,13 @@ def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind
             return Rewind(version=chosen, reason=undid)
         return f"{undid}, and it cannot be trained from: training waits until another version is activated"
     good = max((each for each in at.recent_versions if each < min(look.failed, default=0)), default=None)
-    if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
+    if good is not None and good != at.rewound_to and settings.when_failed == "go_back":
         return Rewind(version=good, reason=f"version {min(look.failed)} failed")
-    bound, version = _bound(rule), at.recent_versions[-1]
+    bound, version = _bound(settings), at.recent_versions[-1]
     if bound is None:
         return None
     if look.pinned is not None and at.staleness_of(look.pinned) >= bound:
-        if rule.when_pinned == "train_pinned" and at.rewound_to != look.pinned:
+        if settings.when_pinned == "train_pinned" and at.rewound_to != look.pinned:
             return Rewind(version=look.pinned, reason=f"version {look.pinned} is pinned")
         return (
             f"version {look.pinned} is pinned and the trainer is at version {version}: training waits until "
@@ -315,17 +317,17 @@ def why_held(look: Look, at: RunProgress, rule: TrainerSettings) -> str | Rewind
     if oldest is not None and at.staleness_of(oldest) >= bound:
         return (
             f"open groups were sampled by version {oldest} and the trainer is at version {version}: training "
-            f"waits for them (max_versions_in_flight={rule.max_versions_in_flight})"
+            f"waits for them (max_versions_in_flight={settings.max_versions_in_flight})"
         )
     return None
 
 
-def _bound(rule: TrainerSettings) -> int | None:
-    if rule.max_versions_in_flight is None:
+def _bound(settings: TrainerSettings) -> int | None:
+    if settings.max_versions_in_flight is None:
         return None
-    if rule.max_staleness is None:
-        return rule.max_versions_in_flight
-    return min(rule.max_versions_in_flight, rule.max_staleness + 1)
+    if settings.max_staleness is None:
+        return settings.max_versions_in_flight
+    return min(settings.max_versions_in_flight, settings.max_staleness + 1)
 
 
 def describe_claim(claim: claims.Claim) -> str:
@@ -335,26 +337,26 @@ def describe_claim(claim: claims.Claim) -> str:
     return " and ".join(counted + ([f"{num_singles} single sessions"] if num_singles else []))
 
 
-def refill_limit(rule: TrainerSettings) -> float:
+def refill_limit(settings: TrainerSettings) -> float:
     """Return how long a batch waits at most for groups in the place of those with equal rewards, seconds."""
-    if rule.refill_seconds is not None:
-        return rule.refill_seconds
-    return MOST_REFILL_SECONDS if rule.wait_seconds is None else min(rule.wait_seconds, MOST_REFILL_SECONDS)
+    if settings.refill_seconds is not None:
+        return settings.refill_seconds
+    return MOST_REFILL_SECONDS if settings.wait_seconds is None else min(settings.wait_seconds, MOST_REFILL_SECONDS)
 
 
-def smallest_batch(rule: TrainerSettings) -> int:
-    return -(-rule.groups_per_batch // SMALLEST_PART)
+def smallest_batch(settings: TrainerSettings) -> int:
+    return -(-settings.groups_per_batch // SMALLEST_PART)
 
 
 class Wait:
     """A wait for a batch: when it is over, what it waits for, and for how long it was held back."""
 
     def __init__(
-        self, rule: TrainerSettings, report: Callable[[str, float | None], None], *, is_first: bool = False
+        self, settings: TrainerSettings, report: Callable[[str, float | None], None], *, is_first: bool = False
     ) -> None:
-        self._rule = rule
+        self._settings = settings
         self._report = report
-        self._patience = rule.wait_seconds
+        self._patience = settings.wait_seconds
         if is_first and self._patience is not None:
             self._patience = min(self._patience, FIRST_WAIT_SECONDS)
         self.started_at = time.monotonic()
@@ -367,16 +369,16 @@ class Wait:
 
     def is_over(self, look: Look, held: str | None) -> bool:
         """Take what the ledger holds now, and why nothing may be claimed; return whether a batch is claimed now."""
-        now, num_filled = time.monotonic(), look.num_filled(self._rule)
+        now, num_filled = time.monotonic(), look.num_filled(self._settings)
         if self._seen_at is None and (look.num_ready or look.num_singles):
             self._seen_at = now
         left = None
-        if self._patience is not None and self._seen_at is not None and num_filled >= smallest_batch(self._rule):
+        if self._patience is not None and self._seen_at is not None and num_filled >= smallest_batch(self._settings):
             left = self._seen_at + self._patience - now
         if self._held_since is not None:
             self.held_seconds += now - self._held_since
         self._held_since = None if held is None else now
-        is_full = num_filled >= self._rule.groups_per_batch and held is None
+        is_full = num_filled >= self._settings.groups_per_batch and held is None
         if not is_full:
             self._log(look, left, held, now)
         return is_full or (held is None and left is not None and left <= 0)
@@ -386,7 +388,7 @@ class Wait:
 
         The number of open sessions changes with each reward of live traffic: it is reported, and logged with the rest.
         """
-        report = describe_wait(look, self._rule, None, held)
+        report = describe_wait(look, self._settings, None, held)
         if report == self._reported or (self._reported is not None and now - self._reported_at < REPORT_SECONDS):
             return
         self._reported, self._reported_at = report, now
@@ -394,38 +396,41 @@ class Wait:
         logged = (look.num_ready, look.num_singles, look.num_open > 0, held)
         if logged != self._logged:
             self._logged = logged
-            log.info("%s", describe_wait(look, self._rule, left, held))
+            log.info("%s", describe_wait(look, self._settings, left, held))
 
 
-def describe_wait(look: Look, rule: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
-    each_counts = rule.singles_per_group == 1
-    num_ready = look.num_filled(rule) if each_counts else look.num_ready
-    smallest, is_enough = smallest_batch(rule), look.num_filled(rule) >= smallest_batch(rule)
-    counted, least = f"{num_ready} of {rule.groups_per_batch} groups are ready", f"; a batch needs at least {smallest}"
+def describe_wait(look: Look, settings: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
+    each_counts = settings.singles_per_group == 1
+    num_ready = look.num_filled(settings) if each_counts else look.num_ready
+    smallest, is_enough = smallest_batch(settings), look.num_filled(settings) >= smallest_batch(settings)
+    counted, least = (
+        f"{num_ready} of {settings.groups_per_batch} groups are ready",
+        f"; a batch needs at least {smallest}",
+    )
     if look.num_singles and not each_counts and num_ready:
-        counted += f", and {look.num_singles} single sessions, of which {rule.singles_per_group} count as a group"
+        counted += f", and {look.num_singles} single sessions, of which {settings.singles_per_group} count as a group"
     elif look.num_singles and not each_counts:
-        num_needed = rule.singles_per_group * (rule.groups_per_batch if is_enough else smallest)
+        num_needed = settings.singles_per_group * (settings.groups_per_batch if is_enough else smallest)
         counted, least = f"{look.num_singles} of {num_needed} single sessions are ready", ""
     if held is not None:
         return f"{counted}; {held}"
     if not is_enough:
-        return f"waiting: {counted}{least}" + (f"; {_describe_open(look, rule)}" if look.num_open else "")
+        return f"waiting: {counted}{least}" + (f"; {_describe_open(look, settings)}" if look.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 
-def describe_refill(claim: claims.Claim, num_groups: int, rule: TrainerSettings) -> str:
-    singles = "" if rule.singles_per_group == 1 else f" ({rule.singles_per_group} single sessions count as one)"
+def describe_refill(claim: claims.Claim, num_groups: int, settings: TrainerSettings) -> str:
+    singles = "" if settings.singles_per_group == 1 else f" ({settings.singles_per_group} single sessions count as one)"
     return (
         f"waiting: too many of {describe_claim(claim)} have equal rewards, which teach nothing; "
-        f"{num_groups} more groups{singles} are taken if they are ready within {refill_limit(rule):.0f} s"
+        f"{num_groups} more groups{singles} are taken if they are ready within {refill_limit(settings):.0f} s"
     )
 
 
-def _describe_open(look: Look, rule: TrainerSettings) -> str:
+def _describe_open(look: Look, settings: TrainerSettings) -> str:
     counted = f"{look.num_open} open sessions have a reward" if look.num_open > 1 else "1 open session has a reward"
-    is_said = rule.singles_per_group == 1 or look.num_singles > 0
-    singles = "" if is_said else f", and {rule.singles_per_group} single ones count as a group"
+    is_said = settings.singles_per_group == 1 or look.num_singles > 0
+    singles = "" if is_said else f", and {settings.singles_per_group} single ones count as a group"
     return (
         f"{counted}: a session counts once it is over (POST /v1/sessions/{{session_id}}/end; one that no call names is "
         f"over after ten minutes without a call){singles}"

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import numpy as np
 
-from trainer.batch.sampling import Vocabulary, resolved
+from trainer.batch.chain import Chain, chain_of
+from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
@@ -140,7 +142,7 @@ class ClaimedBatch:
     """Groups that this trainer holds until they are acked."""
 
     claim: claims.Claim
-    experiences: Sequence[Experience]
+    experiences: Sequence[Chain]
     waited_seconds: float
     held_seconds: float = 0.0
     """The part of it in which the trainer waited for sessions of older versions, or for the pinned version."""
@@ -170,18 +172,20 @@ class Ledger:
     def __init__(
         self,
         db: Database,
-        rule: TrainerSettings,
+        settings: TrainerSettings,
         *,
         policy: Policy | None = None,
         update_ids: UpdateIds | None = None,
         stopped: StopFlag | None = None,
+        terms: Sequence[Term] = (),
     ) -> None:
         """Use the ledger for a named policy, or None for the default one.
 
         `update_ids` and `stopped` are those of all policies of this process, which share the store; None for one alone.
+        `terms` are asked about each chain that is read.
         """
         self.db = db
-        self.rule = rule
+        self.settings = settings
         self.policy = policy
         self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
         self.stopped = stopped or StopFlag()
@@ -189,7 +193,7 @@ class Ledger:
         self._is_alone = update_ids is None
         """Whether no other policy of this process uses the store and the flag."""
         self._update_ids = update_ids or UpdateIds()
-        self._vocabulary = Vocabulary(rule.model)
+        self._terms = terms
         self._leases: dict[claims.Claim, Renewal] = {}
         self._signs: Renewal | None = None
         self._has_failed = False
@@ -208,7 +212,7 @@ class Ledger:
         Raises:
             SettingsError: The ledger belongs to another model.
         """
-        trainer_id = self.rule.trainer_id
+        trainer_id = self.settings.trainer_id
         self._versions = {version}
         self.report_status("starting")
         self._signs = Renewal("the sign of life", notices.BEAT_SECONDS, self._give_sign)
@@ -267,9 +271,9 @@ class Ledger:
         if lease is not None:
             lease.stop()
 
-    def experiences_of(self, group_pks: Sequence[int], *, with_imported: bool = False) -> list[Experience]:
+    def experiences_of(self, group_pks: Sequence[int], *, with_imported: bool = False) -> list[Chain]:
         """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
-        of, roles = self.policy_id, self.rule.train_roles
+        of, roles = self.policy_id, self.settings.train_roles
         found = self.read(
             lambda conn: list(
                 experiences.experiences_of_groups(
@@ -277,14 +281,14 @@ class Ledger:
                 )
             )
         )
-        return [resolved(experience, self._vocabulary) for experience in found]
+        return self._chains(found)
 
     def denied_since(self, read: Sequence[Experience]) -> set[SessionKey]:
         """Return those of the sessions that were marked as not to be trained after they were read."""
         keys = {experience.session_key for experience in read}
         return self.read(lambda conn: experiences.denied_since(conn, keys))
 
-    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
+    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Chain]:
         """Return the chains of this number of imported groups, drawn at random; of all where there are fewer."""
         stored = self.read(lambda conn: groups.imported_groups(conn, self.policy_id))
         drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
@@ -292,13 +296,16 @@ class Ledger:
 
     def regression_set(
         self, num_sessions: int, labels: Collection[str]
-    ) -> tuple[list[Experience], experiences.SessionLabels]:
+    ) -> tuple[list[Chain], experiences.SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
-        roles = self.rule.train_roles
+        roles = self.settings.train_roles
         found, labels_of = self.read(
             lambda conn: experiences.regression_set(conn, num_sessions, labels, roles=roles, policy_id=self.policy_id)
         )
-        return [resolved(experience, self._vocabulary) for experience in found], labels_of
+        return self._chains(found), labels_of
+
+    def _chains(self, found: Iterable[Experience]) -> list[Chain]:
+        return [functools.reduce(lambda chain, term: term.of_chain(chain), self._terms, chain_of(one)) for one in found]
 
     def pinned_version(self) -> int | None:
         """Return the pinned version; None for one that is served until the next version."""
@@ -403,7 +410,7 @@ class Ledger:
         """
         try:
             with self.db.write() as conn:
-                notices.announce_weights(conn, self.rule.trainer_id, url, rows.from_micros(database.clock(conn)))
+                notices.announce_weights(conn, self.settings.trainer_id, url, rows.from_micros(database.clock(conn)))
         except StoreUnavailable as error:
             log.warning("the address of the weights was not stored, engines read directories: %s", error)
 
@@ -422,7 +429,7 @@ class Ledger:
             with self.db.write() as conn:
                 now = rows.from_micros(database.clock(conn))
                 starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
-                trainer_id = self.rule.trainer_id
+                trainer_id = self.settings.trainer_id
                 status = notices.TrainerStatus(
                     trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
                 )
@@ -436,7 +443,7 @@ class Ledger:
 
     def _give_sign(self) -> None:
         with self.db.write() as conn:
-            notices.note_sign_of_life(conn, self.rule.trainer_id)
+            notices.note_sign_of_life(conn, self.settings.trainer_id)
 
     def _release(self, held: claims.Claim, reason: str) -> None:
         try:

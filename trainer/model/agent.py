@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.algorithms.algorithm import Algorithm, loss_of, parts, step_weights
 from trainer.algorithms.trial import try_algorithm
-from trainer.batch.batch import Batch, Reals, Row, pack, row_processors
+from trainer.batch.batch import Batch, Reals, Row, pack
 from trainer.batch.forest import side_by_side
 from trainer.batch.ratios import Gauges, TrainedTokens
 from trainer.model.adapters import Adapter
@@ -28,7 +28,6 @@ from trainer.model.memory import MemoryLimits, OutOfMemory
 from trainer.model.model import Policy
 from trainer.parallel import World
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind
 
@@ -48,12 +47,12 @@ class PolicyAgent:
     """A policy and how it learns."""
 
     def __init__(
-        self, policy: Policy, rule: TrainerSettings, reference: Policy | None = None, critic: Critic | None = None
+        self, policy: Policy, settings: TrainerSettings, reference: Policy | None = None, critic: Critic | None = None
     ) -> None:
         self.policy = policy
-        self.rule = rule
+        self.settings = settings
         self.critic = critic
-        self.algorithm: Algorithm = rule.algorithm
+        self.algorithm: Algorithm = settings.algorithm
         self._reference = reference
         self.start: Adapter | None = None
         """The adapter that the policy started from, as the reference; None for the base model."""
@@ -64,12 +63,13 @@ class PolicyAgent:
     @property
     def row_tokens(self) -> int:
         """Tokens of one packed row. On a CPU attention over a long row costs more than another row does."""
-        wanted = self.rule.row_tokens or (8192 if self.policy.device.type == "cuda" else 512)
+        wanted = self.settings.row_tokens or (8192 if self.policy.device.type == "cuda" else 512)
         bound = self._memory.row_tokens
         return wanted if bound is None else min(wanted, bound)
 
     def rows(self, batch: Batch, members: Sequence[int]) -> list[Row]:
-        return pack(batch, members, self.row_tokens if self.policy.shares_rows else None)
+        packed = pack(batch, members, self.row_tokens if self.policy.shares_rows else None)
+        return [self.policy.with_parts(batch, row) for row in packed] if self.policy.terms else packed
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return self.policy.parameters() + ([] if self.critic is None else self.critic.parameters())
@@ -155,21 +155,6 @@ class PolicyAgent:
         """
         return self._without_gradient(lambda inputs: self.policy.logprobs(inputs)[0], batch, members)
 
-    def why_untrainable(self, experience: Experience) -> str | None:
-        """Return why the model cannot compute a chain; None where it can."""
-        highest, size = int(experience.tokens.max(initial=0)), self.policy.num_ids
-        if highest >= size:
-            return f"other_model: token {highest} is not in the vocabulary of {size}: train the model that was served"
-        positions = self.policy.num_positions
-        if positions is not None and len(experience.tokens) > positions:
-            return (
-                f"beyond_positions: a chain has {len(experience.tokens)} tokens, and the model {positions} positions: "
-                f"train the model that was served, or set max_chain_tokens={positions}"
-            )
-        if experience.images and (unseen := self.policy.why_unseen(experience)) is not None:
-            return unseen
-        return None if self.policy.replay is None else self.policy.replay.refusal(experience)
-
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the critic's values of the members' trained tokens, 0 for the other tokens. [M].
 
@@ -209,7 +194,7 @@ class PolicyAgent:
         return norm
 
     def _clip(self, parameters: list[torch.nn.Parameter]) -> float:
-        return float(_full(torch.nn.utils.clip_grad_norm_(parameters, self.rule.max_grad_norm)).item())
+        return float(_full(torch.nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm)).item())
 
     def _clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -294,7 +279,7 @@ class PolicyAgent:
         return logprobs, entropy, self.critic.values_of(hidden_UH[inputs.which])
 
     def _reference_logprobs(self, inputs: RowInputs) -> Tensor:
-        if self.policy.spec.kind is PolicyKind.LORA:
+        if self.policy.settings.kind is PolicyKind.LORA:
             with self.policy.as_reference(self.start):
                 return self.policy.logprobs(inputs)[0]
         assert self._reference is not None, "the loss needs a reference and none was built"
@@ -328,7 +313,9 @@ def _full(tensor: Tensor) -> Tensor:
 
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
     temperature = torch.from_numpy(batch.table.temperature[row.token])
-    return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]), row_processors(batch, row))
+    return policy.inputs(
+        row, temperature, torch.from_numpy(batch.table.target[row.token]), policy.on_logits(batch, row)
+    )
 
 
 def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> RowData:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.batch.batch import Row
 from trainer.batch.forest import Layout, block_mask, dense_mask
-from trainer.batch.processors import Processing, RowProcessors
+from trainer.batch.logits import Processing, RowLogits
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -33,7 +33,7 @@ class RowInputs:
     tokens: Tensor
     """[R, N]; behind a chain that is shorter than the longest, padding that none of its tokens sees."""
     positions: Tensor
-    """[R, N]; [3, R, N] with images in a model whose tokens of an image have three"""
+    """[R, N]; [3, R, N] in a model whose tokens may have three, where one has"""
     mask: Tensor | BlockMask | None
     """Who sees whom; None where causal attention is all that is needed."""
     keep: Tensor
@@ -45,30 +45,17 @@ class RowInputs:
     """Of each kept place. [U]"""
     processing: Processing | None = None
     """What else is applied to the logits of the kept places; None: they are only scaled."""
-    routing: Tensor | None = None
-    """Experts of each token by layer, -1 where they are not known; None if none is. [N, layers, experts a token]"""
     kept: Tensor | None = None
     """Which of the R · C logits are those of the U places; None for one sequence, where all of them are. [U]"""
-    images: RowImages | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowImages:
-    """The distinct images of a row, with F features in all, and the P places of the row that get one."""
-
-    pixels: Sequence[Mapping[str, Tensor]]
-    """What the model's vision part takes of each image."""
-    places: Tensor
-    """In the row's sequences, one behind the other; ascending. [P]"""
-    source: Tensor
-    """Which feature each place gets. [P]"""
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the terms of features have for the row, by their names."""
 
 
 def row_inputs(
     row: Row,
     temperature: Tensor,
     target: Tensor,
-    processors: RowProcessors | None,
+    processors: RowLogits | None,
     attention: str,
     device: torch.device,
     *,
@@ -111,12 +98,18 @@ def row_inputs(
         target=on_device(target.long(), device),
         temperature=on_device(distinct[2].float(), device),
         processing=None if processors is None else processors.placed(which, lambda tensor: on_device(tensor, device)),
-        routing=None if row.routing is None else placed(row.routing, -1).flatten(0, 1),
         kept=kept,
     )
 
 
-def _distinct(columns: Sequence[Tensor], processors: RowProcessors | None) -> tuple[Tensor, Tensor]:
+def flat_places(layout: Layout, shape: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the place of each token of a row in its sequences of this shape, one behind the other. [N]."""
+    num_sequences, width = shape
+    column = layout.positions
+    return np.arange(len(column)) if num_sequences == 1 else (np.cumsum(column == 0) - 1) * width + column
+
+
+def _distinct(columns: Sequence[Tensor], processors: RowLogits | None) -> tuple[Tensor, Tensor]:
     """Return the distinct columns, and which is each token's; one of its own for a processed token, for its history."""
     keyed = columns if processors is None else [*columns, processors.key]
     distinct, which = torch.unique(torch.stack([column.double() for column in keyed]), dim=1, return_inverse=True)

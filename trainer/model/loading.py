@@ -77,11 +77,11 @@ WHOLE_MODEL = "; name the directory of a whole causal LM, whose files are of one
 MAX_REASON = 500
 
 
-def choose_attention(spec: TrainerSettings, device: torch.device) -> str:
+def choose_attention(settings: TrainerSettings, device: torch.device) -> str:
     """Return the attention implementation: of those that the architecture has, the fastest on the device."""
-    if spec.attention != "auto":
-        return spec.attention
-    config = read_config(spec.model)
+    if settings.attention != "auto":
+        return settings.attention
+    config = read_config(settings.model)
     known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
     if device.type == "cuda" and getattr(known, "_supports_flex_attn", True):
         return "flex_attention"
@@ -123,44 +123,44 @@ def model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if is_wrapper and type(config) in known else AutoModelForCausalLM
 
 
-def check_trainable(config: Any, spec: TrainerSettings) -> None:
+def check_trainable(config: Any, settings: TrainerSettings) -> None:
     """Refuse a model whose versions an engine could not load.
 
     Raises:
         SettingsError: The weights are quantised in a form that is not trained, or all of them are to be trained and
             would be written as another model, or the attention would leave something out.
     """
-    if spec.attention == "sdpa" and is_capped(config):
+    if settings.attention == "sdpa" and is_capped(config):
         raise SettingsError(
-            f"attention='sdpa' computes {spec.model!r} without the soft cap of its attention: leave it out, or set "
+            f"attention='sdpa' computes {settings.model!r} without the soft cap of its attention: leave it out, or set "
             "attention='eager'"
         )
     method, known = quantised_by(config), (*DEQUANTISED, PACKED)
-    if method is not None and (spec.kind is not PolicyKind.LORA or method not in known):
+    if method is not None and (settings.kind is not PolicyKind.LORA or method not in known):
         advice = "set kind='lora', or " if method in known else ""
         raise SettingsError(
-            f"the weights of {spec.model!r} are quantised ({method}): an adapter is trained on weights in "
+            f"the weights of {settings.model!r} are quantised ({method}): an adapter is trained on weights in "
             f"{', '.join(known)}, and whole weights only where they are not quantised; {advice}train and serve "
             "the model that is not quantised"
         )
-    if spec.kind is PolicyKind.LORA:
-        if spec.vision != "frozen":
+    if settings.kind is PolicyKind.LORA:
+        if settings.vision != "frozen":
             raise SettingsError(
-                f"vision={spec.vision!r} trains whole weights, and kind='lora' an adapter: name the layers of the "
+                f"vision={settings.vision!r} trains whole weights, and kind='lora' an adapter: name the layers of the "
                 "vision part in lora_targets, or set kind='full'"
             )
         return
     if config.model_type in NOT_RELOADED:
         raise SettingsError(
-            f"the model {spec.model!r} ({config.model_type}) has experts and attention sinks that vLLM does not load "
-            "into a running engine, so whole weights would be served in part: set kind='lora', and serve on a GPU"
+            f"the model {settings.model!r} ({config.model_type}) has experts and attention sinks that vLLM does not "
+            "load into a running engine, so whole weights would be served in part: set kind='lora', and serve on a GPU"
         )
     known = model_class(config)._model_mapping.get(type(config), None)  # noqa: SLF001  as above
     named = list(getattr(config, "architectures", None) or [])
     if known is not None and named and known.__name__ not in named:
         raise SettingsError(
-            f"{spec.model!r} is a {named[0]}, and transformers trains and writes it as a {known.__name__}, which an "
-            "engine that serves the first one does not load: set kind='lora', or serve a model of the second kind"
+            f"{settings.model!r} is a {named[0]}, and transformers trains and writes it as a {known.__name__}, which "
+            "an engine that serves the first one does not load: set kind='lora', or serve a model of the second kind"
         )
 
 
@@ -185,33 +185,33 @@ def _flex_attention(
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **options)
 
 
-def _trainable_config(spec: TrainerSettings) -> Any:
-    config = read_config(spec.model)
-    check_trainable(config, spec)
+def _trainable_config(settings: TrainerSettings) -> Any:
+    config = read_config(settings.model)
+    check_trainable(config, settings)
     return config
 
 
-def load_model(spec: TrainerSettings, attention: str) -> nn.Module:
+def load_model(settings: TrainerSettings, attention: str) -> nn.Module:
     """Load the base model in the precision of `weights_dtype`, with a fresh adapter for LoRA."""
-    config = _trainable_config(spec)
-    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL):
+    config = _trainable_config(settings)
+    with bad_checkpoint(f"cannot load the model {settings.model!r}", WHOLE_MODEL):
         model = model_class(config).from_pretrained(
-            spec.model, config=config, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
+            settings.model, config=config, dtype=getattr(torch, settings.weights_dtype), attn_implementation=attention
         )
-    return _prepared(model, spec)
+    return _prepared(model, settings)
 
 
-def empty_model(spec: TrainerSettings, attention: str) -> nn.Module:
+def empty_model(settings: TrainerSettings, attention: str) -> nn.Module:
     """Return the same model with weights on the meta device and real buffers."""
-    config = _trainable_config(spec)
+    config = _trainable_config(settings)
     if quantised_by(config) == PACKED:
         raise SettingsError(
-            f"the weights of {spec.model!r} are quantised ({PACKED}), and several processes cannot share them: train "
-            "in one process, or the model that is not quantised"
+            f"the weights of {settings.model!r} are quantised ({PACKED}), and several processes cannot share them: "
+            "train in one process, or the model that is not quantised"
         )
-    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), _weights_on_meta():
+    with bad_checkpoint(f"cannot load the model {settings.model!r}", WHOLE_MODEL), _weights_on_meta():
         model = model_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
-        return _prepared(model, spec)
+        return _prepared(model, settings)
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -251,32 +251,32 @@ def copy_tokenizer(source: str, directory: Path) -> None:
             shutil.copyfile(path, directory / path.name)
 
 
-def described(spec: TrainerSettings) -> dict[str, str]:
+def described(settings: TrainerSettings) -> dict[str, str]:
     """Return what a row of the model may hold and what an adapter changes, from its configuration alone.
 
     Raises:
         BadCheckpoint: There is no such model, or transformers does not know it.
         SettingsError: It cannot be trained with these settings.
     """
-    config = _trainable_config(spec)
+    config = _trainable_config(settings)
     reason = why_alone(config.get_text_config())
     rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
-    with bad_checkpoint(f"cannot load the model {spec.model!r}", WHOLE_MODEL), torch.device("meta"):
+    with bad_checkpoint(f"cannot load the model {settings.model!r}", WHOLE_MODEL), torch.device("meta"):
         model = model_class(config).from_config(config)
-    if spec.kind is not PolicyKind.LORA:
+    if settings.kind is not PolicyKind.LORA:
         return {"rows": rows}
-    return {"rows": rows, "adapter": str(reach_of(model, spec.lora_targets, name=spec.model))}
+    return {"rows": rows, "adapter": str(reach_of(model, settings.lora_targets, name=settings.model))}
 
 
-def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
+def _prepared(model: Any, settings: TrainerSettings) -> nn.Module:
     """Return the model in training mode without noise, with an adapter for LoRA; a wrapper's other parts are frozen."""
-    if spec.kind is PolicyKind.LORA:
+    if settings.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
 
-        reach = reach_of(model, spec.lora_targets, name=spec.model)
+        reach = reach_of(model, settings.lora_targets, name=settings.model)
         log.info("the adapter changes %s", reach)
         adapter = LoraConfig(
-            r=spec.lora_rank, lora_alpha=LORA_ALPHA, target_modules=reach.targets, task_type="CAUSAL_LM"
+            r=settings.lora_rank, lora_alpha=LORA_ALPHA, target_modules=reach.targets, task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, adapter)
     elif model.config.get_text_config() is not model.config:
@@ -284,7 +284,7 @@ def _prepared(model: Any, spec: TrainerSettings) -> nn.Module:
         for part in (model.get_decoder(), model.get_output_embeddings()):
             part.requires_grad_(requires_grad=True)
         for name, parameter in model.named_parameters():
-            if spec.vision == "all" or (spec.vision == "projector" and PROJECTOR.search(name)):
+            if settings.vision == "all" or (settings.vision == "projector" and PROJECTOR.search(name)):
                 parameter.requires_grad_(requires_grad=True)
     model.train()
     return _without_noise(cast("nn.Module", model))

@@ -127,16 +127,16 @@ def memory_of_training(model: nn.Module, num_shards: int = 1) -> int:
     return state + whole_gradient + activations
 
 
-def least_bytes(spec: TrainerSettings, num_parameters: int, num_processes: int) -> int:
+def least_bytes(settings: TrainerSettings, num_parameters: int, num_processes: int) -> int:
     """Return what each process needs on its GPU at least: weights, gradients and moments, without any activations."""
-    weight = torch.finfo(getattr(torch, spec.weights_dtype)).bits // 8
-    if spec.kind is PolicyKind.LORA:
+    weight = torch.finfo(getattr(torch, settings.weights_dtype)).bits // 8
+    if settings.kind is PolicyKind.LORA:
         each = float(weight)
     else:
-        masters = {"device": 8 if weight == GRADIENT_BYTES else 12, "8bit": 2, "host": 0}[spec.optimizer_state]
+        masters = {"device": 8 if weight == GRADIENT_BYTES else 12, "8bit": 2, "host": 0}[settings.optimizer_state]
         each = 2 * weight + masters
-    whole_gradient = GRADIENT_BYTES if num_processes > 1 and spec.kind is PolicyKind.FULL else 0
-    return int(num_parameters * (each * spec.replicas / num_processes + whole_gradient))
+    whole_gradient = GRADIENT_BYTES if num_processes > 1 and settings.kind is PolicyKind.FULL else 0
+    return int(num_parameters * (each * settings.replicas / num_processes + whole_gradient))
 
 
 def _bytes_on(model: nn.Module, device: torch.device) -> int:

@@ -8,9 +8,10 @@ U distinct predictors, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from trainer.batch.batch import Row
+from trainer.batch.batch import Batch, Row
+from trainer.batch.chain import Chain
+from trainer.batch.logits import RowLogits
 from trainer.batch.logprobs import OutputLayer, token_logprobs
-from trainer.batch.processors import RowProcessors
 from trainer.model.adapters import Adapter
 from trainer.model.inputs import RowInputs, row_inputs
 from trainer.model.loading import (
@@ -40,19 +42,16 @@ from trainer.model.loading import (
     use_liger,
 )
 from trainer.model.memory import needs_checkpointing
-from trainer.model.router_replay import RouterReplay
+from trainer.model.terms import Around, Term
 from trainer.model.traits import check_repeatable, measured_alone, why_alone
-from trainer.model.vision import Vision
 from trainer.parallel import mesh_of
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
-from turnwise.errors import BadCheckpoint, BatchRefused, SettingsError
+from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.version_directory import ADAPTER_CONFIG, read_json, why_not_plain
 
 log = logging.getLogger(__name__)
 
-NO_VISION = "{!r} sees none: train the model that was served, in one process"
 STRETCHED_ROPE = ("linear", "dynamic", "yarn")
 """Rotary embeddings whose factor may come on top of `max_position_embeddings`."""
 
@@ -64,8 +63,10 @@ class Policy:
     place where an object of the trainer holds something that changes.
     """
 
-    def __init__(self, spec: TrainerSettings) -> None:
-        self.spec = spec
+    def __init__(self, settings: TrainerSettings, terms: Sequence[type[Term]] = ()) -> None:
+        self.settings = settings
+        self.terms = [term(settings) for term in terms]
+        self.around: list[Around] = []
         self.compiled = False
         self.is_checkpointed = False
         """Whether activations are recomputed in the backward pass. `load` decides, and keeps it once it is so."""
@@ -100,38 +101,35 @@ class Policy:
             self.adapter.put()
             return
         torch.manual_seed(seed)
-        self.device = resolve_device(self.spec.device)
-        wanted = self.spec.dtype if self.spec.weights_dtype == "float32" else self.spec.weights_dtype
+        self.device = resolve_device(self.settings.device)
+        wanted = self.settings.dtype if self.settings.weights_dtype == "float32" else self.settings.weights_dtype
         self.compute_dtype = _compute_dtype(wanted, self.device)
-        self.attention = choose_attention(self.spec, self.device)
+        self.attention = choose_attention(self.settings, self.device)
         if self.attention == "flex_attention":
             register_flex_attention()
         self.model: nn.Module
         if self.mesh_axis is None:
-            self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))
+            self.model = self._tuned(load_model(self.settings, self.attention).to(self.device))
             for layer in cast("Any", self.model).modules():
                 if hasattr(layer, "compute_dtype"):  # of packed weights, which the checkpoint sets for other programs
                     layer.compute_dtype = self.compute_dtype
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
-        self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
-        self.vision: Vision | None = None
-        if self.mesh_axis is None and hasattr(self._base, "get_image_features"):
-            self.vision = Vision(self._base, self.spec.model, self.device, self._autocast)
+        self.around = [around for term in self.terms if (around := term.around(self)) is not None]
         self.num_ids = int(self.config.vocab_size)
         self._head = self._own_head() if self.mesh_axis is None else None
         self._tied: set[str] = set()
-        if self.spec.kind is PolicyKind.FULL:
-            self._tied = tied_names(self._base)
-            state = self._base.state_dict()
+        if self.settings.kind is PolicyKind.FULL:
+            self._tied = tied_names(self.base)
+            state = self.base.state_dict()
             empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in state.items()}
-            check_names(self.published(empty), self.spec.model)
+            check_names(self.published(empty), self.settings.model)
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self._base.forward).parameters
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.base.forward).parameters
         self._is_measured = False
-        if self.mesh_axis is None or with_weights or self.spec.kind is PolicyKind.LORA:
+        if self.mesh_axis is None or with_weights or self.settings.kind is PolicyKind.LORA:
             self._measure_rows()
-        if self.spec.kind is PolicyKind.LORA and self.mesh_axis is None:
+        if self.settings.kind is PolicyKind.LORA and self.mesh_axis is None:
             self.adapter = Adapter.in_place(self.model)
             self._fresh = seed, self.adapter.copied()
 
@@ -144,27 +142,27 @@ class Policy:
 
     def _measure_rows(self) -> None:
         self._is_measured = True
-        check_repeatable(self._plain_logprobs, self.spec.model, self.num_ids, self.compute_dtype)
+        check_repeatable(self.plain_logprobs, self.settings.model, self.num_ids, self.compute_dtype)
         self.why_alone = why_alone(self.config)
-        measured = None if self.why_alone else measured_alone(self._plain_logprobs, self.num_ids, self.compute_dtype)
+        measured = None if self.why_alone else measured_alone(self.plain_logprobs, self.num_ids, self.compute_dtype)
         if self.mesh_axis is not None:
             cast("Any", self.model).reshard()  # the outermost weights stay whole until a backward pass
         if self.why_alone is not None:
-            log.info("%r: a row holds one chain, because %s", self.spec.model, self.why_alone)
+            log.info("%r: a row holds one chain, because %s", self.settings.model, self.why_alone)
             return
         self.why_alone = measured
         if measured is not None:
             reason = "%r: a row holds one chain, because attention=%r does not keep chains apart: %s"
-            log.warning(reason, self.spec.model, self.attention, measured)
+            log.warning(reason, self.settings.model, self.attention, measured)
 
-    def _plain_logprobs(self, row: Row, targets: Tensor) -> Tensor:
+    def plain_logprobs(self, row: Row, targets: Tensor) -> Tensor:
         with torch.no_grad():
             inputs = self.inputs(row, torch.ones(len(targets)), targets)
             return self.logprobs(inputs)[0].cpu()
 
     @property
     def config(self) -> Any:
-        config = self._base.config
+        config = self.base.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     @property
@@ -179,7 +177,7 @@ class Policy:
 
     @property
     def can_checkpoint(self) -> bool:
-        return not self.is_checkpointed and bool(self._base.supports_gradient_checkpointing)
+        return not self.is_checkpointed and bool(self.base.supports_gradient_checkpointing)
 
     def checkpoint(self) -> None:
         self.is_checkpointed = True
@@ -189,21 +187,21 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
-        self.model = self._tuned(empty_model(self.spec, self.attention))
+        self.model = self._tuned(empty_model(self.settings, self.attention))
         self._shard(axis)
         allocate(self.model, self.device)
-        if not with_weights and self.spec.kind is PolicyKind.FULL:
+        if not with_weights and self.settings.kind is PolicyKind.FULL:
             return
         torch.manual_seed(seed)
         is_first = torch.distributed.get_rank() == 0
-        weights = load_model(self.spec, self.attention).state_dict() if is_first else {}
+        weights = load_model(self.settings, self.attention).state_dict() if is_first else {}
         self.load_trained_state(weights, from_first=True)
 
     def _tuned(self, model: nn.Module) -> nn.Module:
-        self._base = base_of(model)
+        self.base = base_of(model)
         if has_liger(self.device):
-            use_liger(self._base)
-        wanted = self.is_checkpointed or self.spec.gradient_checkpointing
+            use_liger(self.base)
+        wanted = self.is_checkpointed or self.settings.gradient_checkpointing
         self.is_checkpointed = needs_checkpointing(model, self.device) if wanted is None else wanted
         if self.is_checkpointed:
             checkpoint_layers(model)
@@ -239,27 +237,42 @@ class Policy:
         """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = mesh_of(self.device, axis, self.spec.replicas)
+        mesh = mesh_of(self.device, axis, self.settings.replicas)
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         for layer in [*self._layers(self.model), self.model]:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
 
-    def inputs(
-        self, row: Row, temperature: Tensor, target: Tensor, processors: RowProcessors | None = None
-    ) -> RowInputs:
+    def inputs(self, row: Row, temperature: Tensor, target: Tensor, processors: RowLogits | None = None) -> RowInputs:
         """Return a row's tensors on the device; may be called in a thread while another row is computed."""
         shares = self.why_alone is None
         inputs = row_inputs(row, temperature, target, processors, self.attention, self.device, shares=shares)
-        if not row.pictured:
-            return inputs
-        if self.vision is None:
-            raise BatchRefused(f"a row has images, and {NO_VISION.format(self.spec.model)}")
-        return self.vision.placed(row, inputs)
+        for around in self.around:
+            inputs = around.of_inputs(row, inputs)
+        return inputs
 
-    def why_unseen(self, experience: Experience) -> str | None:
-        if self.vision is None:
-            return f"media_model: {NO_VISION.format(self.spec.model)}"
-        return self.vision.why_unseen(experience, self._plain_logprobs)
+    def with_parts(self, batch: Batch, row: Row) -> Row:
+        """Return a packed row with the parts of the features' terms."""
+        found = {term.name: term.of_row(batch, row) for term in self.terms}
+        return dataclasses.replace(row, parts={name: part for name, part in found.items() if part is not None})
+
+    def on_logits(self, batch: Batch, row: Row) -> RowLogits | None:
+        """Return what changes the logits of the row's trained tokens beside a scale; None: nothing."""
+        return next((found for term in self.terms if (found := term.on_logits(batch, row)) is not None), None)
+
+    def why_unfit(self, chain: Chain) -> str | None:
+        """Return why the model cannot compute a chain; None where it can."""
+        highest, size = int(chain.tokens.max(initial=0)), self.num_ids
+        if highest >= size:
+            return f"other_model: token {highest} is not in the vocabulary of {size}: train the model that was served"
+        positions = self.num_positions
+        if positions is not None and len(chain.tokens) > positions:
+            return (
+                f"beyond_positions: a chain has {len(chain.tokens)} tokens, and the model {positions} positions: "
+                f"train the model that was served, or set max_chain_tokens={positions}"
+            )
+        if missing := sorted(chain.needed_terms - {term.name for term in self.terms}):
+            return f"without_feature: nothing of this trainer computes {missing[0]}, which the chain has"
+        return next((why for around in self.around if (why := around.why_unfit(chain)) is not None), None)
 
     def logprobs(self, inputs: RowInputs) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of the row's trained tokens, both [m] in float32."""
@@ -282,7 +295,7 @@ class Policy:
     def check_gives_hidden_states(self) -> None:
         if self._head is None:
             raise SettingsError(
-                f"a critic needs hidden states, and {self.spec.model!r} is sharded or changes its logits after "
+                f"a critic needs hidden states, and {self.settings.model!r} is sharded or changes its logits after "
                 "the output layer: train in one process, use another model, or an algorithm without a critic"
             )
 
@@ -295,8 +308,8 @@ class Policy:
             self.num_ids = found.shape[-1]
             return found
 
-        with torch.no_grad(), self._autocast():
-            return OutputLayer.of(self._base, logits)
+        with torch.no_grad(), self.autocast():
+            return OutputLayer.of(self.base, logits)
 
     def _output(self, inputs: RowInputs) -> Tensor:
         arguments: dict[str, Any] = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "use_cache": False}
@@ -304,25 +317,23 @@ class Policy:
             arguments["attention_mask"] = inputs.mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = inputs.keep
-        if self.replay is not None:
-            self.replay.use(inputs.routing)
         left_out = contextlib.nullcontext() if self._head is None else self._head.left_out()
-        with left_out, self._autocast(), self._shown(inputs):
+        with left_out, self.autocast(), self._entered(inputs):
             output = self.model(**arguments).logits
         if not self._keeps_logits:
             output = output[:, inputs.keep]
         return cast("Tensor", output[0] if inputs.kept is None else output.flatten(0, 1)[inputs.kept])
 
-    def _shown(self, inputs: RowInputs) -> contextlib.AbstractContextManager[None]:
-        if inputs.images is None or self.vision is None:
-            return contextlib.nullcontext()
-        return self.vision.shown(inputs.images)
+    @contextlib.contextmanager
+    def _entered(self, inputs: RowInputs | None) -> Iterator[None]:
+        with contextlib.ExitStack() as entered:
+            for around in self.around:
+                entered.enter_context(around.forward(inputs))
+            yield
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""
-        if self.replay is not None:
-            self.replay.use(None)
-        with torch.no_grad():
+        with torch.no_grad(), self._entered(None):
             output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
         return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()
 
@@ -344,14 +355,14 @@ class Policy:
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
         model = cast("Any", self.model)
-        if self.spec.kind is PolicyKind.LORA:
+        if self.settings.kind is PolicyKind.LORA:
             # By default peft adds the base model's embeddings to an adapter of the output head.
             model.save_pretrained(directory, state_dict=self._published(state), save_embedding_layers=False)
         else:
             weights = self.published(state)
-            weights |= carried(self._base, weights, self.spec.model)
+            weights |= carried(self.base, weights, self.settings.model)
             model.save_pretrained(directory, state_dict=weights, save_original_format=False)
-        copy_tokenizer(self.spec.model, directory)
+        copy_tokenizer(self.settings.model, directory)
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of a whole model by their names in the checkpoint; `state` is of `trained_state`.
@@ -361,7 +372,7 @@ class Policy:
         from transformers.core_model_loading import revert_weight_conversion
 
         contiguous = {name: value.contiguous() for name, value in self._published(state).items()}
-        return cast("dict[str, Tensor]", revert_weight_conversion(self._base, contiguous))
+        return cast("dict[str, Tensor]", revert_weight_conversion(self.base, contiguous))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in self._tied}
@@ -371,14 +382,14 @@ class Policy:
 
         All processes call this in step; in all but the first one it is empty.
         """
-        trained_only = self.spec.kind is PolicyKind.LORA
+        trained_only = self.settings.kind is PolicyKind.LORA
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
         state = cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
         return {name: value.clone() for name, value in state.items()}
 
     def shards(self) -> dict[str, Any]:
         """Return what this process holds of the trained weights, by name, on its device."""
-        is_adapter = self.spec.kind is PolicyKind.LORA
+        is_adapter = self.settings.kind is PolicyKind.LORA
         if self.mesh_axis is None:  # the functions for sharded models take seconds
             left_out = {n for n, value in self.model.named_parameters() if is_adapter and not value.requires_grad}
             return {name: value for name, value in self.model.state_dict().items() if name not in left_out}
@@ -386,8 +397,10 @@ class Policy:
 
     def load_shards(self, shards: dict[str, Any]) -> None:
         if strange := sorted(shards.keys() ^ self.shards().keys()):
-            raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {strange[0]!r} is of one alone")
-        is_whole = self.spec.kind is PolicyKind.FULL
+            raise BadCheckpoint(
+                f"the trainer's state does not fit {self.settings.model!r}: {strange[0]!r} is of one alone"
+            )
+        is_whole = self.settings.kind is PolicyKind.FULL
         if self.mesh_axis is None:
             self.model.load_state_dict(shards, strict=is_whole)
             return
@@ -395,20 +408,20 @@ class Policy:
 
     def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
         """Load what `trained_state` returned; with `from_first`, the first process sends it to the others."""
-        is_whole = self.spec.kind is PolicyKind.FULL
+        is_whole = self.settings.kind is PolicyKind.FULL
         options = StateDictOptions(full_state_dict=True, strict=is_whole, broadcast_from_rank0=from_first)
-        with bad_checkpoint(f"the trainer's state does not fit {self.spec.model!r}"):
+        with bad_checkpoint(f"the trainer's state does not fit {self.settings.model!r}"):
             set_model_state_dict(self.model, cast("dict[str, Any]", state), options=options)
 
     def load_base(self) -> None:
         """Load the weights of version 0: the base model, or an adapter that changes nothing; in all processes."""
-        if self.spec.kind is PolicyKind.LORA:
+        if self.settings.kind is PolicyKind.LORA:
             shards = self.shards()
             self.load_shards({name: torch.zeros_like(v) if "lora_B" in name else v for name, v in shards.items()})
             return
         is_divided = self.mesh_axis is not None
         reads = not is_divided or torch.distributed.get_rank() == 0
-        weights = load_model(self.spec, "eager").state_dict() if reads else {}
+        weights = load_model(self.settings, "eager").state_dict() if reads else {}
         self.load_trained_state(weights, from_first=is_divided)
 
     def load_adapter(self, directory: Path) -> None:
@@ -437,7 +450,7 @@ class Policy:
                 raise BadCheckpoint(f"the adapter {str(directory)!r} {which} {strange[0]!r}, unlike the trainer's own")
             set_peft_model_state_dict(self.model, weights)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)

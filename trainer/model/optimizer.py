@@ -25,37 +25,37 @@ WEIGHT_DECAY = 0.0
 MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"
 
 
-def make_optimizer(parameters: list[Parameter], rule: TrainerSettings) -> torch.optim.Optimizer:
+def make_optimizer(parameters: list[Parameter], settings: TrainerSettings) -> torch.optim.Optimizer:
     """Return the optimizer of these parameters: torch's own, fused on CUDA, unless a setting or bfloat16 needs another.
 
     Raises:
         SettingsError: The package of `optimizer_state` is not installed.
     """
     options: dict[str, Any] = {
-        "lr": rule.learning_rate,
-        "betas": rule.betas,
-        "eps": rule.adam_epsilon,
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "eps": settings.adam_epsilon,
         "weight_decay": WEIGHT_DECAY,
     }
     is_coarse = any(parameter.dtype is not torch.float32 for parameter in parameters)
-    check_optimizer(rule, has_coarse_weights=is_coarse)
-    if rule.optimizer_state == "8bit":
+    check_optimizer(settings, has_coarse_weights=is_coarse)
+    if settings.optimizer_state == "8bit":
         bitsandbytes = importlib.import_module("bitsandbytes")
         optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, **options)
         return optimizer
-    if is_coarse or rule.optimizer_state == "host":
-        return MasterAdamW(parameters, **options, on_host=rule.optimizer_state == "host")
+    if is_coarse or settings.optimizer_state == "host":
+        return MasterAdamW(parameters, **options, on_host=settings.optimizer_state == "host")
     on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
     return torch.optim.AdamW(parameters, **options, fused=True if on_cuda else None)
 
 
-def check_optimizer(rule: TrainerSettings, *, has_coarse_weights: bool) -> None:
+def check_optimizer(settings: TrainerSettings, *, has_coarse_weights: bool) -> None:
     """Check that the optimizer's state can be kept as the settings ask.
 
     Raises:
         SettingsError: A package is missing, or two settings do not fit together.
     """
-    if rule.optimizer_state != "8bit":
+    if settings.optimizer_state != "8bit":
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         raise SettingsError(

@@ -77,25 +77,25 @@ class Transfer:
 class WeightServer:
     """Answers on its own port; each request has a thread."""
 
-    def __init__(self, rule: TrainerSettings) -> None:
-        self._rule = rule
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
         self.held = HeldVersions()
         self._transfers: dict[str, Transfer] = {}
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
         self._key = secrets.token_urlsafe(16)
-        self._http = _LimitedServer((rule.weight_host, 0), self)
+        self._http = _LimitedServer((settings.weight_host, 0), self)
         self._thread = threading.Thread(target=self._http.serve_forever, name="weight-server", daemon=True)
         self._thread.start()
-        host = f"[{rule.weight_host}]" if ":" in rule.weight_host else rule.weight_host
+        host = f"[{settings.weight_host}]" if ":" in settings.weight_host else settings.weight_host
         self.url = f"http://{host}:{self._http.server_address[1]}/{self._key}"
 
     @contextlib.contextmanager
     def engines_asleep(self) -> Iterator[None]:
         """Let the proxy bring engines to sleep for the block, and wait until they sleep."""
         self._sleeping.clear()
-        self._sleep_level = int(self._rule.engine_sleep_level)
+        self._sleep_level = int(self._settings.engine_sleep_level)
         try:
             if not self._sleeping.wait(SLEEP_SECONDS):
                 log.warning(
@@ -151,14 +151,14 @@ class WeightServer:
         held = self.held.find(version)
         if held is None:
             return _not_held(version)
-        rendezvous = Rendezvous(self._rule.weight_host, SILENCE_SECONDS)
+        rendezvous = Rendezvous(self._settings.weight_host, SILENCE_SECONDS)
         transfer_id = secrets.token_hex(8)
         for old in list(self._transfers)[:-MOST_TRANSFERS]:
             self._transfers.pop(old, None)
         self._transfers[transfer_id] = Transfer(held.buffer, rendezvous, num_workers)
         info: Json = {
             "version": version,
-            "host": self._rule.weight_host,
+            "host": self._settings.weight_host,
             "port": rendezvous.port,
             "world_size": 1 + num_workers,
             "layout": held.layout.as_json(),

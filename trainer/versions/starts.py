@@ -35,12 +35,12 @@ class States:
     """Makes states; every process calls it in step."""
 
     def __init__(
-        self, learner: PolicyAgent, checkpoints: Checkpoints, optimizer: OptimizerLike, config: TrainerSettings
+        self, learner: PolicyAgent, checkpoints: Checkpoints, optimizer: OptimizerLike, settings: TrainerSettings
     ) -> None:
         self._learner = learner
         self._checkpoints = checkpoints
         self._optimizer = optimizer
-        self._config = config
+        self._settings = settings
         self.first: PolicyVersion | None = None
         """The adapter that the policy started from; None for the base model. `setup` sets it."""
 
@@ -64,9 +64,9 @@ class States:
         if version is None or version == self.first_version:
             return self._first(seed)
         saved = self._read(version)
-        check_resumable(saved.get("settings", {}), self._config)
+        check_resumable(saved.get("settings", {}), self._settings)
         if reports_changes and self._learner.world.is_first:
-            for name, before, now in _changes(saved.get("settings", {}), self._config):
+            for name, before, now in _changes(saved.get("settings", {}), self._settings):
                 log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
         group = self._learner.world.control_group
         return self._new(seed, with_weights=False).restored(
@@ -81,7 +81,7 @@ class States:
         known = [version for version in state.progress.recent_versions if version < to.version]
         version = self._learner.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
         try:
-            older = self.of_version(version, self._config.seed)
+            older = self.of_version(version, self._settings.seed)
         except BadCheckpoint as error:
             log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
             return state.with_progress(rewound_to=to.version)
@@ -108,7 +108,7 @@ class States:
         return state if kept is None else state.with_batches(kept)
 
     def moments_bytes(self) -> int:
-        on_device = self._config.optimizer_state == "device"
+        on_device = self._settings.optimizer_state == "device"
         return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
 
     def _first(self, seed: int) -> State:
@@ -130,13 +130,13 @@ class States:
         optimizer = self._new_optimizer(self._learner.policy.parameters())
         critic = self._learner.critic
         if critic is not None:
-            rate = self._learner.algorithm.critic_rate or 10 * self._config.learning_rate
+            rate = self._learner.algorithm.critic_rate or 10 * self._settings.learning_rate
             critic.bind(self._new_optimizer(critic.parameters()), rate)
         return State(
             progress=RunProgress(seed=seed),
             policy=self._learner.policy,
             optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, self._config),
+            scheduler=make_scheduler(optimizer, self._settings),
             critic=critic,
             adapter=self._learner.policy.adapter,
         )

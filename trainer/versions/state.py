@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import lr_scheduler
 
 from trainer.batch.advantages import Row
+from trainer.batch.chain import Chain
 from trainer.batch.selection import Selection
 from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress
 from trainer.model.adapters import Adapter
@@ -37,7 +38,6 @@ from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
 from turnwise.errors import SettingsError
 from turnwise.store import claims, updates
 from turnwise.store import versions as stored_versions
@@ -137,23 +137,23 @@ class State:
             self.critic.load_tensors(tensors)
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, rule: TrainerSettings) -> lr_scheduler.LambdaLR:
+def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> lr_scheduler.LambdaLR:
     """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
 
     The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
     """
-    warmup = rule.num_warmup_updates
-    if rule.schedule == "constant":
+    warmup = settings.num_warmup_updates
+    if settings.schedule == "constant":
         return lr_scheduler.LambdaLR(optimizer, lambda update: min((update + 1) / (warmup + 1), 1.0))
-    if rule.total_batches is None:
-        raise SettingsError(f"schedule={rule.schedule!r} needs total_batches: set it, or use schedule='constant'")
-    length = max(rule.total_batches * rule.num_minibatches * rule.reuse_epochs - warmup, 1)
+    if settings.total_batches is None:
+        raise SettingsError(f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'")
+    length = max(settings.total_batches * settings.num_minibatches * settings.reuse_epochs - warmup, 1)
 
     def factor(update: int) -> float:
         if update < warmup:
             return (update + 1) / (warmup + 1)
         done = min((update - warmup) / length, 1.0)
-        return 1.0 - done if rule.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+        return 1.0 - done if settings.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
 
     return lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -180,7 +180,7 @@ class NewVersion:
     refusal: str | None = None
 
 
-def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
+def probe_of(policy: Policy, experiences: Sequence[Chain]) -> Json:
     """Return the beginning of the batch's first chain and the logprob of each of its tokens after those before it.
 
     A version carries it in its manifest: the proxy asks the engine for the same logprobs after a reload, and so checks
@@ -205,7 +205,7 @@ class Commits:
         ledger: Ledger,
         learner: PolicyAgent,
         checkpoints: Checkpoints,
-        config: TrainerSettings,
+        settings: TrainerSettings,
         *,
         keeps_refused: bool,
     ) -> None:
@@ -213,9 +213,9 @@ class Commits:
         self._ledger = ledger
         self._learner = learner
         self._checkpoints = checkpoints
-        self._config = config
+        self._settings = settings
         self._keeps_refused = keeps_refused
-        self._settings = config.saved()
+        self._saved_settings = settings.saved()
         self._pending: list[claims.Finished] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
         self._num_versions = 0
@@ -232,7 +232,7 @@ class Commits:
         self._written = {version}
         self._base_probe = (probe or {}).get("base")
 
-    def probe_base(self, state: State, experiences: Sequence[Experience]) -> None:
+    def probe_base(self, state: State, experiences: Sequence[Chain]) -> None:
         if experiences and state.progress.policy_version == 0:
             self._base_probe = probe_of(state.policy, experiences)
 
@@ -287,7 +287,7 @@ class Commits:
             )
             self._pending.append(finished)
         self._num_versions += 1
-        if self._num_versions >= self._config.checkpoint_every:
+        if self._num_versions >= self._settings.checkpoint_every:
             self._write_behind(after)
         if self._learner.world.is_first:
             self._prune({version, parent})
@@ -346,7 +346,7 @@ class Commits:
             version=made.version,
             policy_id=self._ledger.policy_id,
             path=str(self._checkpoints.policy_directory(made.version).resolve()),
-            kind=self._config.kind,
+            kind=self._settings.kind,
             update_id=after.progress.update_id,
             metrics=after.metrics,
             error=None if made.refusal is None else f"{stored_versions.REFUSED_BY_GATE}: {made.refusal}",
@@ -359,8 +359,13 @@ class Commits:
         return policy
 
     def _write_directory(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
-        model, spec = after.policy, after.policy.spec
-        manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": made.probe}
+        model, settings = after.policy, self._settings
+        manifest: Json = {
+            "parent": parent,
+            "kind": settings.kind.value,
+            "base_model": settings.model,
+            "probe": made.probe,
+        }
         path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
         written = dataclasses.replace(policy, weights_digest=weights_digest(path))
         self._ledger.publish(written, after.progress.recent_versions)
@@ -371,7 +376,7 @@ class Commits:
         self._wait()
         version = state.progress.policy_version
         self._written = self._written | {version}
-        values, tensors = state.values() | {"settings": self._settings}, copied(state.tensors())
+        values, tensors = state.values() | {"settings": self._saved_settings}, copied(state.tensors())
         batches, self._num_versions = self._take(), 0
         self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches, self._directory)
 
@@ -406,9 +411,9 @@ class Commits:
             writing.result()
 
     def _prune(self, versions: set[int]) -> None:
-        every = self._config.keep_every
+        every = self._settings.keep_every
         kept = set() if every is None else {one for one in self._checkpoints.versions() if one % every == 0}
-        kept |= self._ledger.best_versions(self._config.keep_best)
+        kept |= self._ledger.best_versions(self._settings.keep_best)
         self._checkpoints.prune(versions | kept | self._written | self._ledger.versions_in_use())
 
     def _dropped(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
@@ -420,7 +425,7 @@ class Commits:
         return UpdateRecord(
             update_id=progress.update_id,
             policy_id=self._ledger.policy_id,
-            trainer_id=self._config.trainer_id,
+            trainer_id=self._settings.trainer_id,
             policy_version=progress.policy_version,
             num_groups=progress.num_groups - was.num_groups,
             num_sessions=progress.num_sessions - was.num_sessions,

@@ -10,11 +10,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.tiny_models import EXPERTS, SIZES, config_of, make_model, pack_integers, quantise
 
+from trainer.features.experts import RouterReplay
 from trainer.forward import load_version
 from trainer.model.adapters import reach_of
 from trainer.model.loading import described, empty_model, load_model
 from trainer.model.model import Policy
-from trainer.model.router_replay import RouterReplay
 from trainer.model.traits import check_repeatable
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
@@ -263,7 +263,7 @@ def test_the_trainer_follows_the_experts_of_each_kind_of_router(family, changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
     tokens, own = torch.arange(10)[None], dict[int, torch.Tensor]()
-    replay = RouterReplay.of(model, is_wanted=True)
+    replay = RouterReplay.of(model, torch.device("cpu"))
     for layer, router in replay._routers.items():
         router.register_forward_hook(lambda _, __, found, layer=layer: own.update({layer: found[2]}))
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_a_router_whose_weights_are_computed_in_another_way_is_named(caplog):
     config = transformers.Llama4TextConfig(**SIZES, num_local_experts=4, intermediate_size_mlp=16)
     with torch.device("meta"):
         model = transformers.Llama4ForCausalLM(config)
-    assert RouterReplay.of(model, is_wanted=True) is None
+    assert RouterReplay.of(model, torch.device("cpu")) is None
     assert "is not followed by Llama4Router" in caplog.text
 
 

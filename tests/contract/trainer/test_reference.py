@@ -90,8 +90,8 @@ def test_a_chain_beyond_the_models_positions_is_refused_by_name(tmp_path, model,
     positions = learner.policy.num_positions
     assert positions == learner.policy.config.max_position_embeddings
     learner.policy.config.max_position_embeddings = 9
-    assert learner.why_untrainable(experience(turns=3)) is None  # 3 tokens a turn
-    assert learner.why_untrainable(experience(turns=4)) == (
+    assert learner.policy.why_unfit(experience(turns=3)) is None  # 3 tokens a turn
+    assert learner.policy.why_unfit(experience(turns=4)) == (
         "beyond_positions: a chain has 12 tokens, and the model 9 positions: train the model that was served, or set "
         "max_chain_tokens=9"
     )

@@ -16,16 +16,18 @@ import httpx2
 import numpy as np
 import pytest
 from support.engines import RunningEngine, running_engine
+from support.experience_factory import claimed
 from support.proxies import RunningProxy, StartProxy
 
 from trainer.batch.batch import build, with_ratio
-from trainer.batch.sampling import Vocabulary, resolved
+from trainer.batch.chain import Chain
 from trainer.batch.selection import why_untrainable
 from trainer.checks.gap import BatchGap
+from trainer.features import TERMS
+from trainer.features.supports.turns import Vocabulary
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
-from turnwise.chains import Experience
 from turnwise.default_models.pretrained import is_installed, write_pretrained
 from turnwise.sampling import GRAMMAR_BACKEND
 from turnwise.store import experiences as stored_experiences
@@ -204,19 +206,19 @@ async def play(proxy: RunningProxy, kinds: dict[str, Json], per_cell: int, size:
         await asyncio.gather(*(one(*cell) for cell in cells if is_expressed(cell[0], kinds[cell[1]])))
 
 
-def played(proxy: RunningProxy, model_dir: Path) -> list[Experience]:
+def played(proxy: RunningProxy, model_dir: Path) -> list[Chain]:
     database = Database(proxy.database_url)
     with database.read() as connection:
         found = list(stored_experiences.experiences(connection, SessionFilter(), PER_CHAIN))
     database.close()
     vocabulary = Vocabulary(str(model_dir))
-    return [resolved(each, vocabulary) for each in found]
+    return [claimed(each, vocabulary) for each in found]
 
 
-def gap_of(found: list[Experience], model_dir: Path) -> BatchGap:
+def gap_of(found: list[Chain], model_dir: Path) -> BatchGap:
     """Compare all tokens with the logprobs of a trainer at version 0."""
     batch = build(found, [np.zeros(len(each.turn_ids)) for each in found], policy_version=0)
-    policy = Policy(TrainerSettings(model=str(model_dir)))
+    policy = Policy(TrainerSettings(model=str(model_dir)), TERMS)
     policy.load(0)
     agent = PolicyAgent(policy, TrainerSettings(model=str(model_dir), row_tokens=2048))
     assert with_ratio(batch).all()
@@ -225,7 +227,7 @@ def gap_of(found: list[Experience], model_dir: Path) -> BatchGap:
     return gap
 
 
-def gaps_of(found: list[Experience], model_dir: Path) -> dict[str, tuple[int, int, float]]:
+def gaps_of(found: list[Chain], model_dir: Path) -> dict[str, tuple[int, int, float]]:
     """Return by cell the sampled tokens, those that carry loss, and of these the largest |trainer − stored|."""
     gap = gap_of(found, model_dir)
     of_cell: dict[str, list[int]] = collections.defaultdict(list)
@@ -239,14 +241,14 @@ def gaps_of(found: list[Experience], model_dir: Path) -> dict[str, tuple[int, in
     return table
 
 
-def planted(found: list[Experience], kind: str, sampling: Json, model_dir: Path) -> list[Experience]:
+def planted(found: list[Chain], kind: str, sampling: Json, model_dir: Path) -> list[Chain]:
     """Return the sessions of a kind as if their calls had asked for something else."""
     vocabulary = Vocabulary(str(model_dir))
     other = []
     for each in found:
         if each.session_id.startswith(f"{kind}.chat."):
             samplings = [of_turn | sampling for of_turn in each.info["sampling"]]
-            other.append(resolved(dataclasses.replace(each, info=each.info | {"sampling": samplings}), vocabulary))
+            other.append(claimed(dataclasses.replace(each, info=each.info | {"sampling": samplings}), vocabulary))
     return other
 
 

@@ -29,8 +29,8 @@ NONE = np.empty(0)
 
 def single(name, reward, *, agent="shop", task="", role="main", **changes):
     found = experience(session_id=name, group_id=name, reward=reward, **changes)
-    info = found.info | {"single": True, "agent": agent, "roles": [role] * len(found.turn_ids)}
-    return dataclasses.replace(found, eid=dataclasses.replace(found.eid, task=task), info=info)
+    eid = dataclasses.replace(found.eid, task=task)
+    return dataclasses.replace(found, eid=eid, is_single=True, agent=agent, role=role)
 
 
 def selected(experiences, window=(), chosen="grpo", kind_pattern=None, **settings):
@@ -134,7 +134,7 @@ def test_sub_agents_of_a_session_share_its_reward_and_count_once():
 def test_named_rewards_of_single_sessions_are_compared_by_name():
     def named(name, **rewards):
         found = single(name, sum(rewards.values()))
-        return dataclasses.replace(found, info=found.info | {"rewards": rewards})
+        return dataclasses.replace(found, rewards=rewards)
 
     batch = [named("a", solved=1.0, polite=0.0), named("b", solved=0.0, polite=0.01)]
     chosen = selected(batch, chosen="gdpo", reward_weights={"solved": 2.0})

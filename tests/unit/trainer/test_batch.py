@@ -10,6 +10,7 @@ from support.tiny_models import make_model
 
 from trainer.algorithms.algorithm import loss_of
 from trainer.batch.batch import build, minibatches, pack
+from trainer.batch.chain import chain_of
 from trainer.batch.forest import Forest, dense_mask
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import why_untrainable
@@ -162,23 +163,25 @@ def branching_session():
 
 def as_experiences(sequences):
     return [
-        Experience(
-            eid=EID(),
-            session_id="s",
-            group_id="g",
-            turn_ids=tuple(turn.turn_id for turn in sequence.turns),
-            turn_steps=tuple(range(len(sequence.turns))),
-            tokens=sequence.tokens,
-            prompt_length=sequence.prompt_length,
-            loss_mask=sequence.loss_mask,
-            turn_index=sequence.turn_index,
-            logprobs=sequence.logprobs,
-            turn_rewards=np.zeros(len(sequence.turns)),
-            turn_own_rewards=np.zeros(len(sequence.turns)),
-            turn_returns=np.zeros(len(sequence.turns)),
-            reward=0.0,
-            policy_version_first=0,
-            policy_version_last=0,
+        chain_of(
+            Experience(
+                eid=EID(),
+                session_id="s",
+                group_id="g",
+                turn_ids=tuple(turn.turn_id for turn in sequence.turns),
+                turn_steps=tuple(range(len(sequence.turns))),
+                tokens=sequence.tokens,
+                prompt_length=sequence.prompt_length,
+                loss_mask=sequence.loss_mask,
+                turn_index=sequence.turn_index,
+                logprobs=sequence.logprobs,
+                turn_rewards=np.zeros(len(sequence.turns)),
+                turn_own_rewards=np.zeros(len(sequence.turns)),
+                turn_returns=np.zeros(len(sequence.turns)),
+                reward=0.0,
+                policy_version_first=0,
+                policy_version_last=0,
+            )
         )
         for sequence in sequences
     ]

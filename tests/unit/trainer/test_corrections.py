@@ -13,7 +13,6 @@ from trainer.batch.batch import build
 from trainer.batch.selection import Selection, SelectionRule, offer
 from trainer.parallel import World
 from trainer.update import Updates
-from turnwise.chains import HINTS
 from turnwise.errors import BatchRefused
 
 
@@ -21,7 +20,7 @@ def corrected(**fields):
     """Return a chain of two turns: prompt 1, reply 2 3, prompt 4, reply 5 6; the second turn has a correction."""
     one = experience(turns=2, **fields)
     hint = {"turn_id": one.turn_ids[1], "kept": 3, "token_ids": [7, 8]}
-    return dataclasses.replace(one, info=one.info | {HINTS: {hint["turn_id"]: hint}})
+    return dataclasses.replace(one, hints={hint["turn_id"]: hint})
 
 
 def algorithm(monkeypatch, *replies):
@@ -57,13 +56,13 @@ def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(mo
     student = SimpleNamespace(
         algorithm=one,
         world=World(),
-        why_untrainable=lambda each: "other_model" if each.tokens.max() >= 10 else None,
+        policy=SimpleNamespace(why_unfit=lambda each: "other_model" if each.tokens.max() >= 10 else None),
     )
     updates = Updates(None, student, None, None, is_sample=False)
-    chosen = Selection(experiences=found, advantages=advantages, refused={})
-    credited = updates.with_token_credit(build(found, advantages, policy_version=0), chosen)
-    assert credited.refused == {("default", "b"): "other_model"}
-    assert [each.group_id for each in credited.trainable()] == ["a"]
+    chosen = Selection(experiences=found, advantages=advantages)
+    updates.with_token_credit(build(found, advantages, policy_version=0), chosen)
+    assert chosen.refused == {("default", "b"): "other_model"}
+    assert [each.group_id for each in chosen.trained()] == ["a"]
 
 
 def test_a_teacher_that_gives_no_reply_trains_nothing(monkeypatch):
@@ -77,9 +76,7 @@ def test_a_teacher_that_gives_no_reply_trains_nothing(monkeypatch):
 def test_only_corrected_sessions_are_trained_whatever_sampled_them(monkeypatch, temperature):
     """A greedy reply has no importance ratio, and the reply of the teacher needs none."""
     one, _ = algorithm(monkeypatch)
-    sampling = {"sampling": [{"temperature": temperature}] * 2}
-    first = corrected(group_id="a")
-    first = dataclasses.replace(first, info=first.info | sampling)
+    first = corrected(group_id="a", sampling=[{"temperature": temperature}] * 2)
     chosen = [first, experience(session_id="b", group_id="b")]
     found = one.choose(offer(chosen, [each.group_key for each in chosen], SelectionRule(), (), lambda *_: None))
     assert [each.session_id for each in found.experiences] == ["s"]

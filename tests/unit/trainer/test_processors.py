@@ -8,16 +8,17 @@ import tokenizers
 import torch
 import transformers
 from support.engine_sampling import logprobs_and_entropy, processed_logits
-from support.experience_factory import experience
+from support.experience_factory import claimed, experience
 from support.tiny_models import VOCABULARY, config_of, load_model, make_model
 
-import trainer.batch.sampling as sampling_module
-from trainer.batch.batch import build, pack, row_processors, trained_turns, with_ratio
-from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
+import trainer.features.supports.turns as sampling_module
+from trainer.batch.batch import build, pack, trained_turns, with_ratio
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
-from trainer.batch.processors import RowProcessors, SampledTurn
-from trainer.batch.sampling import TurnProcessors, Vocabulary, bad_words, is_known, processors, processors_of, resolved
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
+from trainer.features import TERMS
+from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
+from trainer.features.supports.processors import RowProcessors, SampledTurn
+from trainer.features.supports.turns import TurnProcessors, Vocabulary, bad_words, processors
 from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
@@ -174,11 +175,11 @@ def test_each_token_of_packed_rows_with_shared_prefixes_knows_its_own_history(mo
     ]
     support = [[11, 12, 3], [9, 1], None, [30, 2, 12]]
     one, other = chains(sampling=samplings)
-    one = dataclasses.replace(one, support=support_at(one, 1, support))
+    one = claimed(dataclasses.replace(one, support=support_at(one, 1, support)))
     batch = build([one, other, one], [np.ones(2), np.ones(1), np.ones(2)], policy_version=0)
     assert [len(tokens) for tokens in batch.tokens_of] == [3 + 3, 4, 6]
     assert with_ratio(batch).all()
-    policy = Policy(TrainerSettings(model=str(model), attention=attention))
+    policy = Policy(TrainerSettings(model=str(model), attention=attention), TERMS)
     policy.load(0)
     reference = load_model(model)
     expected = []
@@ -209,8 +210,9 @@ def test_plain_turns_are_not_processed():
     one, other = chains(sampling=[{"temperature": 0.5, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0}] * 2)
     batch = build([one, other], [np.ones(2), np.ones(1)], policy_version=0)
     (row,) = pack(batch, [0, 1], 64)
-    assert row_processors(batch, row) is None
-    assert processors_of(one) == [None, None]
+    policy = Policy(TrainerSettings(), TERMS)
+    assert policy.on_logits(batch, row) is None
+    assert one.without_ratio == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_plain_turns_are_not_processed():
 )
 def test_a_turn_whose_distribution_cannot_be_computed_carries_no_loss(sampling, reason):
     """Without a stored support, or without a tokenizer."""
-    one = resolved(experience(sampling=[sampling]), None)
+    one = experience(sampling=[sampling])
     assert why_untrainable(one) == [reason]
     assert why_untrainable(one, needs_behaviour=False) == [None]
     assert trained_turns(build([one], [np.ones(1)], policy_version=0)) == set()
@@ -242,7 +244,7 @@ def test_a_turn_whose_distribution_cannot_be_computed_carries_no_loss(sampling, 
 
 def test_without_a_tokenizer_what_is_asked_in_text_cannot_be_applied(tmp_path):
     one = experience(sampling=[{"min_tokens": 1}, {"repetition_penalty": 2.0}], turns=2)
-    assert why_untrainable(resolved(one, Vocabulary(str(tmp_path)))) == ["min_tokens", None]
+    assert why_untrainable(claimed(one, Vocabulary(str(tmp_path)))) == ["min_tokens", None]
 
 
 def test_bad_words_are_ruled_out_at_the_start_of_a_text_and_after_a_space_that_makes_no_more_tokens():
@@ -253,9 +255,9 @@ def test_bad_words_are_ruled_out_at_the_start_of_a_text_and_after_a_space_that_m
 
 def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passes(model):
     one = experience(tokens=[1, 2, 3], sampling=[{"top_k": 2}])
-    one = dataclasses.replace(one, support=support_at(one, 0, [[2, 5], [4, 7]]))
+    one = claimed(dataclasses.replace(one, support=support_at(one, 0, [[2, 5], [4, 7]])))
     batch = build([one], [np.ones(1)], policy_version=0)
-    policy = Policy(TrainerSettings(model=str(model)))
+    policy = Policy(TrainerSettings(model=str(model)), TERMS)
     policy.load(0)
     found = PolicyAgent(policy, TrainerSettings(model=str(model))).logprobs_of(batch, [0])
     assert found[0] > -50
@@ -268,10 +270,10 @@ def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(mod
     sampling = {"top_k": 2, "logit_bias": {"3": 1.5}}
     one = experience(tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True], sampling=[sampling])
     support = [[2, 5], None, [4, 7]]
-    one = dataclasses.replace(one, support=support_at(one, 0, support))
+    one = claimed(dataclasses.replace(one, support=support_at(one, 0, support)))
     batch = build([one], [np.ones(1)], policy_version=0, needs_behaviour=False)
     assert batch.table.target.tolist() == [2, 3, 4]
-    policy = Policy(TrainerSettings(model=str(model)))
+    policy = Policy(TrainerSettings(model=str(model)), TERMS)
     policy.load(0)
     found = PolicyAgent(policy, TrainerSettings(model=str(model))).logprobs_of(batch, [0])
     with torch.no_grad():
@@ -286,21 +288,21 @@ def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(mod
 def test_a_support_with_ids_that_the_model_has_not_is_unknown(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
     one = experience(sampling=[{"top_k": 2}])
-    one = dataclasses.replace(one, support=support_at(one, 0, [[2, 7], [4, 8]]))
-    assert is_known(resolved(one, Vocabulary(str(tmp_path))))[one.loss_mask].tolist() == [True, False]
+    one = claimed(dataclasses.replace(one, support=support_at(one, 0, [[2, 7], [4, 8]])))
+    assert claimed(one, Vocabulary(str(tmp_path))).is_known[one.loss_mask].tolist() == [True, False]
 
 
 def test_a_support_makes_up_for_masks_that_cannot_be_computed():
     """Token by token: one without a support is left out, and counted where its turn is trained."""
     one = experience(sampling=[{"tool_choice": "required", "top_k": 2}])
-    one = dataclasses.replace(one, support=support_at(one, 0, [[2, 5], None]))
+    one = claimed(dataclasses.replace(one, support=support_at(one, 0, [[2, 5], None])))
     assert why_untrainable(one) == [None]
     batch = build([one], [np.ones(1)], policy_version=0)
     assert batch.table.target.tolist() == [2]
     assert len(build([one], [np.ones(1)], policy_version=0, needs_behaviour=False).table) == 2
     found = left_out([one], {}, {"s-0"}, SelectionRule(), needs_behaviour=True)
     assert found == ({}, {"unknown_support": 1})
-    unknown = dataclasses.replace(one, support=support_at(one, 0, [None, None]))
+    unknown = claimed(dataclasses.replace(one, support=support_at(one, 0, [None, None])))
     assert why_untrainable(unknown) == ["top_k"]
 
 

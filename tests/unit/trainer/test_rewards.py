@@ -14,7 +14,7 @@ from trainer.update import not_finite
 
 def named(session_id, rewards, **fields):
     made = experience(session_id=session_id, reward=sum(rewards.values()), **fields)
-    return dataclasses.replace(made, info=made.info | {"rewards": rewards, "metadata": {"bonus": 2.0}})
+    return dataclasses.replace(made, rewards=rewards, metadata={"bonus": 2.0})
 
 
 def test_named_rewards_are_weighted_by_hand():
@@ -65,7 +65,7 @@ def test_long_and_truncated_chains_are_not_trained_but_count_in_the_baseline():
     """Rewards 1, 0, 0: without the two that are left out, nothing would be left to compare the first with."""
     good = experience(session_id="good", reward=1.0)
     long = experience(session_id="long", reward=0.0, turns=4)
-    cut = dataclasses.replace(experience(session_id="cut", reward=0.0), info={"finish_reasons": ["length"]})
+    cut = dataclasses.replace(experience(session_id="cut", reward=0.0), is_cut=True)
     chosen = selected([good, long, cut], algorithm("dr_grpo"), max_chain_tokens=10, overlong_mask=True)
     assert [one.session_id for one in chosen.experiences] == ["good"]
     assert chosen.advantages[0].tolist() == [pytest.approx(2 / 3)]

@@ -13,8 +13,9 @@ from support.tiny_vision import IMAGE, KINDS, VOCABULARY, Chains, make_vision_mo
 from transformers import AutoImageProcessor
 
 from trainer.batch.batch import build, pack
+from trainer.features import TERMS
+from trainer.features.images import opened
 from trainer.model.model import Policy
-from trainer.model.vision import opened
 from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.images import pixels_digest
 from turnwise.errors import SettingsError
@@ -33,9 +34,13 @@ def chains(directory):
 
 
 def loaded(directory, **settings):
-    policy = Policy(TrainerSettings(model=str(directory), device="cpu", **settings))
+    policy = Policy(TrainerSettings(model=str(directory), device="cpu", **settings), TERMS)
     policy.load(0)
     return policy
+
+
+def vision_of(policy):
+    return policy.around[0]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +51,8 @@ def untrained(directory):
 @pytest.fixture
 def policy(untrained):
     """A policy that knows no image yet."""
-    untrained.vision._pixels_of.clear()
-    untrained.vision._why_other = "not measured"
+    vision_of(untrained)._pixels_of.clear()
+    vision_of(untrained)._why_other = "not measured"
     return untrained
 
 
@@ -61,7 +66,7 @@ def computed(policy, batch, row_tokens):
     weights = torch.linspace(0.5, 1.5, len(found))
     for parameter in policy.model.parameters():
         parameter.grad = None
-    rows = pack(batch, range(len(batch.experiences)), row_tokens)
+    rows = [policy.with_parts(batch, row) for row in pack(batch, range(len(batch.experiences)), row_tokens)]
     for row in rows:
         targets = torch.from_numpy(batch.table.target[row.token])
         logprobs, _ = policy.logprobs(policy.inputs(row, torch.ones(len(targets)), targets))
@@ -125,9 +130,9 @@ def test_swapping_one_image_changes_the_logprobs_behind_it_and_the_gradient(poli
 def test_the_models_own_forward_pass_gives_the_same_logprobs(policy, chains):
     """The model merges by id, so the chain has no sampled placeholder."""
     chain = chains.chain("s", [1, 2], A, [3, 4], (5, 6), [7], B, (10, 11))
-    assert policy.why_unseen(chain) is None
+    assert policy.why_unfit(chain) is None
     found, _, _ = computed(policy, batch_of(chain), None)
-    pixels = [policy.vision._pixels(image) for image in chain.images]
+    pixels = [vision_of(policy)._pixels(image) for image in chain.images]
     joined = {
         name: torch.cat([one[name] for one in pixels], dim=int(name.startswith("pixel") and pixels[0][name].ndim == 5))
         for name in pixels[0]
@@ -152,13 +157,13 @@ def test_a_sampled_placeholder_stays_text(tmp_path):
         embedded = model.get_input_embeddings()(tokens)
         for image in chain.images:
             start, length = image.runs[0]
-            features = model.get_image_features(**policy.vision._pixels(image), return_dict=True).pooler_output
+            features = model.get_image_features(**vision_of(policy)._pixels(image), return_dict=True).pooler_output
             embedded[start : start + length] = features.flatten(0, 1)
         hidden = model.model.text_model(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0, :-1]
         log_p = model.lm_head(hidden).log_softmax(-1)
     expected = log_p.gather(1, tokens[1:, None])[:, 0][chain.loss_mask[1:]]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    assert policy.why_unseen(chain) is None
+    assert policy.why_unfit(chain) is None
 
 
 @pytest.mark.parametrize(
@@ -173,9 +178,9 @@ def test_a_sampled_placeholder_stays_text(tmp_path):
 )
 def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(policy, chains, change, words):
     chain = chains.chain("s", [1, 2], A, [3], (5,))
-    assert policy.why_unseen(chain) is None
+    assert policy.why_unfit(chain) is None
     image = dataclasses.replace(chain.images[0], **{"digest": "0" * 64, **change})
-    reason = policy.why_unseen(dataclasses.replace(chain, images=(image,)))
+    reason = policy.why_unfit(dataclasses.replace(chain, images=(image,)))
     assert re.match(f"media_processor: image 000000000000 is not what the engine saw: {words}", reason), reason
 
 
@@ -188,20 +193,20 @@ def test_pixels_decide_and_not_the_settings_of_a_processor(directory, policy, ch
     plain = processor(picture, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
     for pixels in (made, made.bfloat16(), plain.to(torch.uint8)):
         image = dataclasses.replace(chain.images[0], processor="of another version", pixels=pixels_digest(pixels))
-        assert policy.why_unseen(dataclasses.replace(chain, images=(image,))) is None, pixels.dtype
+        assert policy.why_unfit(dataclasses.replace(chain, images=(image,))) is None, pixels.dtype
 
 
 def test_an_image_that_is_larger_than_all_that_is_kept_is_computed(policy, chains, monkeypatch):
-    keeping, batch = policy.vision._pixels_of, batch_of(chains.chain("s", [1, 2], A, [3], (5,)))
+    keeping, batch = vision_of(policy)._pixels_of, batch_of(chains.chain("s", [1, 2], A, [3], (5,)))
     expected, _, _ = computed(policy, batch, None)
-    monkeypatch.setattr(policy.vision, "_pixels_of", LRUCache(0, keeping.getsizeof))
-    assert policy.why_unseen(batch.experiences[0]) is None
+    monkeypatch.setattr(vision_of(policy), "_pixels_of", LRUCache(0, keeping.getsizeof))
+    assert policy.why_unfit(batch.experiences[0]) is None
     torch.testing.assert_close(computed(policy, batch, None)[0], expected)
 
 
 def test_a_model_that_sees_none_refuses_images_by_name(tmp_path, chains):
     make_model(tmp_path, vocab_size=VOCABULARY)
-    reason = loaded(tmp_path).why_unseen(chains.chain("s", [1], A, [2], (3,)))
+    reason = loaded(tmp_path).why_unfit(chains.chain("s", [1], A, [2], (3,)))
     assert reason == f"media_model: {str(tmp_path)!r} sees none: train the model that was served, in one process"
 
 
@@ -235,10 +240,10 @@ def test_a_model_whose_tokens_of_an_image_see_one_another_is_refused_by_name(tmp
     """Gemma 3's mask lets them, however long the text before the image is."""
     directory = make_vision_model(tmp_path, "Gemma3")
     text = np.random.default_rng(0).integers(1, IMAGE, 400).tolist()
-    reason = loaded(directory, dtype=dtype).why_unseen(Chains(directory).chain("s", text, A, [3], (5,)))
+    reason = loaded(directory, dtype=dtype).why_unfit(Chains(directory).chain("s", text, A, [3], (5,)))
     assert reason.startswith("media_model: ")
 
 
 def test_a_forward_pass_in_bfloat16_is_compared_in_bfloat16(directory, chains):
     policy = loaded(directory, dtype="bfloat16")
-    assert policy.why_unseen(chains.chain("s", [1, 2], A, [3], (5,))) is None
+    assert policy.why_unfit(chains.chain("s", [1, 2], A, [3], (5,))) is None

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,10 +22,12 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from trainer.batch.batch import Row
+from trainer.batch.batch import Batch, Row
+from trainer.batch.chain import Chain
 from trainer.batch.forest import Indices, side_by_side
-from trainer.model.inputs import RowImages, RowInputs, on_device
-from turnwise.chains import Experience
+from trainer.model.inputs import RowInputs, flat_places, on_device
+from trainer.model.model import Policy
+from trainer.model.terms import Around, Term
 from turnwise.engine_plugin.images import pixels_digest, processor_digest
 from turnwise.errors import BatchRefused
 from turnwise.types import PlacedImage
@@ -48,17 +50,64 @@ class Unseen(Exception):
     """An image is not what the engine saw."""
 
 
-class Vision:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowImages:
+    """The distinct images of a row, with F features in all, and the P places of the row that get one."""
+
+    pixels: Sequence[Pixels]
+    places: Tensor
+    """In the row's sequences, one behind the other; ascending. [P]"""
+    source: Tensor
+    """Which feature each place gets. [P]"""
+
+
+Pictured = Sequence[tuple[Indices, Sequence[PlacedImage]]]
+"""Of a row: the places of each chain that has images in it, with these."""
+
+
+class Images(Term):
+    """The images of chains, in the places that their turns store."""
+
+    name = "images"
+
+    def of_row(self, batch: Batch, row: Row) -> Pictured | None:
+        found = []
+        for member, own in row.paths:
+            images = batch.experiences[member].images
+            if inside := [image for image in images if image.offset + image.length <= len(own)]:
+                found.append((own, inside))
+        return found or None
+
+    def around(self, policy: Policy) -> Around:
+        can_see = policy.mesh_axis is None and hasattr(policy.base, "get_image_features")
+        return Vision(policy) if can_see else Blind(policy.settings.model)
+
+
+class Blind(Around):
+    """A model that sees no image, or that several processes compute."""
+
+    def __init__(self, source: str) -> None:
+        self._why = f"{source!r} sees none: train the model that was served, in one process"
+
+    def why_unfit(self, chain: Chain) -> str | None:
+        return f"media_model: {self._why}" if chain.images else None
+
+    def of_inputs(self, row: Row, inputs: RowInputs) -> RowInputs:
+        if Images.name in row.parts:
+            raise BatchRefused(f"a row has images, and {self._why}")
+        return inputs
+
+
+class Vision(Around):
     """The part of a model that sees, and the processor of its pixels."""
 
-    def __init__(
-        self, model: Any, source: str, device: torch.device, autocast: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        """Compute in the context of `autocast`, as rows are computed."""
-        self._autocast = autocast
+    def __init__(self, policy: Policy) -> None:
+        model: Any = policy.base
+        self._autocast = policy.autocast
+        self._logprobs = policy.plain_logprobs
         self._model = model
-        self._source = source
-        self._device = device
+        self._source = policy.settings.model
+        self._device = policy.device
         self._arguments = inspect.signature(model.get_image_features).parameters
         self._rope: Any = getattr(model.base_model, "get_rope_index", None)
         """Positions of models whose tokens of an image have three; None for models that count tokens."""
@@ -67,32 +116,34 @@ class Vision:
         self._num_features: dict[tuple[object, ...], int] = {}
         self._why_other: str | None = "not measured"
 
-    def why_unseen(self, experience: Experience, logprobs: Callable[[Row, Tensor], Tensor]) -> str | None:
-        """Return why the images of a chain cannot be computed as the engine saw them; None where they can.
-
-        `logprobs` returns those of these tokens in a row, [m].
-        """
+    def why_unfit(self, chain: Chain) -> str | None:
+        """Return why the images of a chain cannot be computed as the engine saw them; None where they can."""
+        if not chain.images:
+            return None
         try:
-            for image in experience.images:
+            for image in chain.images:
                 self._pixels(image)
         except Unseen as error:
             return f"media_processor: image {image.digest[:12]} is not what the engine saw: {error}"
         if self._why_other == "not measured":
-            self._why_other = self._measured(experience, logprobs)
+            self._why_other = self._measured(chain)
         return self._why_other
 
-    def placed(self, row: Row, inputs: RowInputs) -> RowInputs:
+    def of_inputs(self, row: Row, inputs: RowInputs) -> RowInputs:
         """Return a row's inputs with its images; may be called in a thread while another row is computed.
 
         Raises:
-            BatchRefused: An image is not what the engine saw, of a chain that was not asked for by `why_unseen`.
+            BatchRefused: An image is not what the engine saw, of a chain that `why_unfit` was not asked about.
         """
-        flat = _flat_places(row, inputs)
+        pictured: Pictured = row.parts.get(Images.name, ())
+        if not pictured:
+            return inputs
+        flat = flat_places(row.layout, inputs.tokens.shape)
         numbers: dict[tuple[str, ...], int] = {}
         every: list[Pixels] = []
         starts, places, sources = [0], list[Indices](), list[Indices]()
         try:
-            for path, image in row.images():
+            for path, image in ((path, image) for path, images in pictured for image in images):
                 number = numbers.setdefault(_key(image), len(every))
                 if number == len(every):
                     every.append(self._pixels(image))
@@ -103,18 +154,23 @@ class Vision:
             raise BatchRefused(f"an image is not what the engine saw: {error}") from error
         # Chains share the places of an image in their trunk.
         distinct, first = np.unique(np.concatenate(places), return_index=True)
+        images = RowImages(
+            pixels=[{name: on_device(value, self._device) for name, value in one.items()} for one in every],
+            places=on_device(torch.from_numpy(distinct), self._device),
+            source=on_device(torch.from_numpy(np.concatenate(sources)[first]), self._device),
+        )
         return dataclasses.replace(
             inputs,
             positions=inputs.positions if self._rope is None else self._positions(row, inputs, flat),
-            images=RowImages(
-                pixels=[{name: on_device(value, self._device) for name, value in one.items()} for one in every],
-                places=on_device(torch.from_numpy(distinct), self._device),
-                source=on_device(torch.from_numpy(np.concatenate(sources)[first]), self._device),
-            ),
+            parts={**inputs.parts, Images.name: images},
         )
 
+    def forward(self, inputs: RowInputs | None) -> AbstractContextManager[None]:
+        images = None if inputs is None else inputs.parts.get(Images.name)
+        return contextlib.nullcontext() if images is None else self._shown(images)
+
     @contextlib.contextmanager
-    def shown(self, images: RowImages) -> Iterator[None]:
+    def _shown(self, images: RowImages) -> Iterator[None]:
         """Give the decoder the features of a row's images in the block."""
         found = [self._features(pixels) for pixels in images.pixels]
         features, *deep = (torch.cat(each)[images.source] for each in zip(*found, strict=True))
@@ -136,29 +192,29 @@ class Vision:
         finally:
             hook.remove()
 
-    def _measured(self, experience: Experience, logprobs: Callable[[Row, Tensor], Tensor]) -> str | None:
+    def _measured(self, chain: Chain) -> str | None:
         """Return by how much a text with one image differs from the model's own forward pass; None where it does not.
 
         So a model whose tokens of an image see one another, for example, is refused.
         """
-        first, *others = experience.images
+        first, *others = chain.images
         begin = max(0, first.offset - AROUND)
         stop = min([first.offset + first.length + AROUND, *(other.offset for other in others)])
-        tokens = experience.tokens[begin:stop].astype(np.int64)
+        tokens = chain.tokens[begin:stop].astype(np.int64)
         first = dataclasses.replace(
             first, offset=first.offset - begin, runs=tuple((start - begin, length) for start, length in first.runs)
         )
         seen = np.isin(np.arange(len(tokens)), _embedded(first))
         tokens[(tokens == self._model.config.image_token_id) & ~seen] = 0  # a sampled placeholder
         layout, (path,) = side_by_side([tokens])
-        row = Row(layout=layout, predictor=path[:-1], token=path[1:], pictured=[(path, (first,))])
+        row = Row(layout=layout, predictor=path[:-1], token=path[1:], parts={Images.name: [(path, (first,))]})
         kinds = torch.from_numpy(seen.astype(np.int64))[None]
         ids = torch.from_numpy(tokens)[None]
         text = {"input_ids": ids, "mm_token_type_ids": kinds, "token_type_ids": kinds}
         accepted = inspect.signature(self._model.forward).parameters
         given = {name: value for name, value in text.items() if name in accepted} | dict(self._pixels(first))
         try:
-            ours = logprobs(row, torch.from_numpy(tokens[1:]))
+            ours = self._logprobs(row, torch.from_numpy(tokens[1:]))
             with torch.no_grad(), self._autocast():
                 logits = self._model(**{name: value.to(self._device) for name, value in given.items()}).logits[0]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -190,7 +246,7 @@ class Vision:
         """Return three positions of each token, which depend on its ancestors alone. [3, R, N]."""
         positions = torch.zeros(3, inputs.tokens.numel(), dtype=torch.long)
         positions[:, flat] = torch.from_numpy(row.layout.positions)
-        for path, images in row.pictured:
+        for path, images in row.parts[Images.name]:
             kinds = torch.zeros(1, len(path), dtype=torch.long)
             for image in images:
                 kinds[0, _embedded(image)] = 1
@@ -272,13 +328,6 @@ def _key(image: PlacedImage) -> tuple[str, ...]:
 def _embedded(image: PlacedImage) -> Indices:
     """Return the places of an image's features in its chain; the rest of its range marks borders and rows."""
     return np.concatenate([np.arange(start, start + length) for start, length in image.runs])
-
-
-def _flat_places(row: Row, inputs: RowInputs) -> Indices:
-    """Return the place of each token of the row in its sequences, one behind the other. [N]."""
-    num_sequences, width = inputs.tokens.shape
-    column = row.layout.positions
-    return np.arange(len(column)) if num_sequences == 1 else (np.cumsum(column == 0) - 1) * width + column
 
 
 def _joined(features: Any) -> Tensor:

@@ -7,17 +7,26 @@ weights of the chosen experts are the trainer's own, and gradients reach the rou
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.chains import Experience
+from trainer.batch.batch import Batch, Row
+from trainer.batch.chain import Chain
+from trainer.batch.forest import Indices
+from trainer.model.inputs import RowInputs, flat_places, on_device
+from trainer.model.model import Policy
+from trainer.model.terms import Around, Term
+from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +40,36 @@ NUM_PROBED = 8
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-class RouterReplay:
+class Experts(Term):
+    """The experts that the engine chose for the tokens of chains."""
+
+    name = "experts"
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._is_wanted = settings.router_replay
+
+    def of_row(self, batch: Batch, row: Row) -> Indices | None:
+        """Return the experts of each row token by layer, -1 where they are not known. [N, layers, experts a token]."""
+        routed = [(batch.experiences[member].routed_experts, own) for member, own in row.paths]
+        known = [(each, own) for each, own in routed if each is not None]
+        if not known:
+            return None
+        routing = np.full((len(row.layout.tokens), *known[0][0].shape[1:]), -1, np.int64)
+        for each, own in known:
+            if each.shape[1:] == routing.shape[1:]:
+                has = (each[: len(own)] >= 0).all((1, 2))
+                routing[own[has]] = each[: len(own)][has]
+        return routing
+
+    def around(self, policy: Policy) -> RouterReplay | None:
+        return RouterReplay.of(policy.model, policy.device) if self._is_wanted else None
+
+
+class RouterReplay(Around):
     """The routers of a model, which follow the routing of the present row."""
 
-    def __init__(self, routers: dict[int, tuple[nn.Module, Scores]]) -> None:
+    def __init__(self, routers: dict[int, tuple[nn.Module, Scores]], device: torch.device) -> None:
+        self._device = device
         self._routing: Tensor | None = None
         """Experts of each token of the row by layer, -1 where they are not known. [N, layers, k]"""
         self._routers = {layer: router for layer, (router, _) in routers.items()}
@@ -42,13 +77,13 @@ class RouterReplay:
             router.forward = functools.partial(self._route, router, scores, layer, router.forward)
 
     @classmethod
-    def of(cls, model: nn.Module, *, is_wanted: bool) -> RouterReplay | None:
+    def of(cls, model: nn.Module, device: torch.device) -> RouterReplay | None:
         """Return the replay for a model; None for one without a router whose weights can be computed."""
         found: dict[int, tuple[nn.Module, Scores]] = {}
         unknown: set[str] = set()
         for name, module in model.named_modules():
             layer = re.search(r"\blayers\.(\d+)\.", name)
-            if not is_wanted or layer is None or not type(module).__name__.endswith("Router"):
+            if layer is None or not type(module).__name__.endswith("Router"):
                 continue
             if (scores := _scores_of(module)) is None:
                 unknown.add(type(module).__name__)
@@ -56,13 +91,13 @@ class RouterReplay:
                 found[int(layer[1])] = module, scores
         if unknown:
             log.warning("the engine's choice of experts is not followed by %s", ", ".join(sorted(unknown)))
-        return cls(found) if found else None
+        return cls(found, device) if found else None
 
-    def refusal(self, experience: Experience) -> str | None:
+    def why_unfit(self, chain: Chain) -> str | None:
         """Return why the routing of a chain's turns cannot be followed; None where it can, or where there is none."""
-        if experience.routed_experts is None:
+        if chain.routed_experts is None:
             return None
-        num_layers, count = experience.routed_experts.shape[1:]
+        num_layers, count = chain.routed_experts.shape[1:]
         last = max(self._routers)
         wanted: Any = self._routers[last]
         if last < num_layers and count == wanted.top_k:
@@ -72,7 +107,22 @@ class RouterReplay:
             f"{wanted.top_k} in layer {last}: train the model that was served, or set router_replay=false"
         )
 
+    def of_inputs(self, row: Row, inputs: RowInputs) -> RowInputs:
+        routing = row.parts.get(Experts.name)
+        if routing is None:
+            return inputs
+        placed = np.full((inputs.tokens.numel(), *routing.shape[1:]), -1, np.int64)
+        placed[flat_places(row.layout, inputs.tokens.shape)] = routing
+        return dataclasses.replace(
+            inputs, parts={**inputs.parts, Experts.name: on_device(torch.from_numpy(placed), self._device)}
+        )
+
+    def forward(self, inputs: RowInputs | None) -> contextlib.AbstractContextManager[None]:
+        self.use(None if inputs is None else inputs.parts.get(Experts.name))
+        return contextlib.nullcontext()
+
     def use(self, routing: Tensor | None) -> None:
+        """Follow this routing until the next forward pass: recomputed layers route again in the backward pass."""
         self._routing = routing
 
     def _route(

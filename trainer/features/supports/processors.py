@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch.sampling import Indices, TurnProcessors
+from trainer.batch.logits import Scale
+from trainer.features.supports.turns import Indices, TurnProcessors
 from turnwise.types import TokenIds
 
 MASKED = -torch.inf
 """Logit of an id that could not be sampled."""
 ToDevice = Callable[[Tensor], Tensor]
-Scale = tuple[slice, Tensor, Tensor]
-"""Rows of a chunk, ids, and the derivative of the processed logits by the given ones there. [c, D]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +48,9 @@ class RowProcessors:
 
     @property
     def key(self) -> Tensor:
-        """A number of its own for each token with a distribution of its own, 0 for the others. [m]."""
         return torch.from_numpy(np.where(self.turn < 0, 0, np.arange(1, len(self.turn) + 1)))
 
     def placed(self, which: Tensor, to_device: ToDevice) -> Processing:
-        """Return the processing of the distinct predictors.
-
-        Args:
-            which: The predictor of each token; no other token has that of a processed one. [m]
-            to_device: Moves a tensor to the logits' device.
-        """
         tokens = np.flatnonzero(self.turn >= 0)
         predictor = which.numpy()[tokens]
         tokens, predictor = tokens[np.argsort(predictor)], np.sort(predictor)
@@ -175,15 +167,6 @@ def apply_to_turn(logits_RV: Tensor, turn: SampledTurn) -> None:
     places = np.arange(len(turn.sampled))
     row = RowProcessors(turns=[turn], turn=np.zeros_like(places), place=places)
     row.placed(torch.from_numpy(places), lambda tensor: tensor).apply(logits_RV, slice(0, len(places)))
-
-
-def pull_back(gradient_CV: Tensor, scales: Sequence[Scale]) -> None:
-    """Turn the gradient of a chunk's processed logits into that of the given ones, in place.
-
-    A masked id has the probability 0, and so no gradient already.
-    """
-    for rows, ids, scale_cD in scales:
-        gradient_CV[rows, ids] *= scale_cD
 
 
 def constrain(logits_cV: Tensor, words_cW: Tensor) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.batch.grammars import GrammarMasks, Grammars, NotReplayed
+from trainer.batch.chain import samplings_of
+from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
 from turnwise.sampling import GRAMMARS, GREEDY, first_of, not_replayed, temperature_of, unreadable
 from turnwise.support import TRUNCATING, Support
@@ -28,14 +29,8 @@ from turnwise.types import Json, TokenIds
 log = logging.getLogger(__name__)
 
 Indices = npt.NDArray[np.int64]
-PROCESSORS = "processors"
-"""Key of `Experience.info` in a trainer: what was found for each turn by `resolved`. [K]"""
-OF_SAMPLING = ("sampling", PROCESSORS)
-"""Keys of `Experience.info` with one entry a turn that concern how its tokens were sampled."""
 LARGEST_BIAS = 100.0
 NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
-UNKNOWN_SUPPORT = "unknown_support"
-"""Why a token carries no loss: its turn's sampling was truncated, and what was left for it is not known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,40 +84,12 @@ class Vocabulary:
         return load_tokenizer(self._model)
 
 
-def resolved(experience: Experience, vocabulary: Vocabulary | None) -> Experience:
-    """Return a chain with what must be applied to its logits, or why it cannot be, turn by turn."""
-    return dataclasses.replace(experience, info=experience.info | {PROCESSORS: _find(experience, vocabulary)})
-
-
-def processors_of(experience: Experience) -> Sequence[Found]:
-    """Return what `resolved` found; of a chain that it did not see, what can be said without a tokenizer. [K]."""
-    known: Sequence[Found] | None = experience.info.get(PROCESSORS)
-    return _find(experience, None) if known is None else known
-
-
-def is_known(experience: Experience) -> npt.NDArray[np.bool_]:
-    """Return for each token whether its distribution can be computed. [L]."""
-    known = np.ones(len(experience.tokens), np.bool_)
-    for turn, found in enumerate(processors_of(experience)):
-        if isinstance(found, TurnProcessors) and found.is_known is not None:
-            known[experience.turn_index == turn] = found.is_known
-    return known
-
-
-def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
-    """Return the temperature of each turn, 1 where the call set none or 0. [K]."""
-    return np.array([temperature_of(sampling) or 1.0 for sampling in _per_turn(experience)], np.float32)
-
-
-def _per_turn(experience: Experience) -> list[Json]:
-    return list(experience.info.get("sampling") or [{}] * len(experience.turn_ids))
-
-
-def _find(experience: Experience, vocabulary: Vocabulary | None) -> list[Found]:
+def processors_of(experience: Experience, vocabulary: Vocabulary | None) -> list[Found]:
+    """Return what was applied to the logits of each turn of a chain, or why it cannot be applied again. [K]."""
     if experience.policy_version_first < 0:  # imported: nobody sampled it
         return [None] * len(experience.turn_ids)
     found: list[Found] = []
-    for turn, sampling in enumerate(_per_turn(experience)):
+    for turn, sampling in enumerate(samplings_of(experience)):
         places = np.flatnonzero(experience.turn_index == turn)
         support = None if experience.support is None else [experience.support[place] for place in places]
         is_greedy = temperature_of(sampling) <= 0
