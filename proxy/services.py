@@ -29,8 +29,8 @@ from proxy.limits.calls import Limits, Places
 from proxy.metrics import Metrics
 from proxy.readings import Events, RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
-from proxy.reload.checkpoint import VersionFiles
 from proxy.reload.driver import Reloader
+from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
@@ -123,6 +123,7 @@ class Services:
         self.retries = Retries(database, settings.cache_share("answers"))
         self.steps = Steps(steps, self, settings)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
+        self.reading = ReadingProcess()
         self.reloader = Reloader(
             database,
             self.writer,
@@ -135,8 +136,9 @@ class Services:
                 WeightsLoaded(engine.url, str(engine.loaded_version)), ANNOUNCE_SECONDS
             ),
             reserve=lambda engine: peers.confirm(EngineReserved(engine.url), DRAIN_SECONDS + ANNOUNCE_SECONDS),
+            files=VersionFiles(self.reading),
         )
-        self.files = VersionFiles()
+        self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
         self.authenticator = authenticator
         self.limits = Limits(settings, metrics)
@@ -223,6 +225,7 @@ class Services:
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
             await asyncio.wait_for(self.limits.idle.wait(), self.settings.commit_timeout_seconds)
         await self.pool.close()
+        self.reading.close()
         if self.upstream is not None:
             await self.upstream.close()
         self.peers.close()
@@ -262,6 +265,7 @@ async def running_services(
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
     services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store, beside)
     await services.writer.start()
+    await services.reading.start()
     await peers.connect(services.apply_change)
     await services.reloader.start()
     background = [

@@ -70,8 +70,8 @@ class ProxySettings(Settings):
     """Address to listen on. Anything but loopback needs at least one API key in the store."""
     port: int = Field(default=8100, ge=0, le=65535)
     workers: int = Field(default=1, ge=1, le=256)
-    """Serving processes behind the port, each with a writing process. Limits of calls and rates, and the bytes and
-    sessions kept in memory, are divided by it."""
+    """Serving processes behind the port, each with a process that writes and one that reads versions' files. Limits of
+    calls and rates, and the bytes and sessions kept in memory, are divided by it."""
     session_affinity: bool = True
     """With several workers, hand a connection to the worker of the session that its next request names, so that one
     worker has the conversation in memory. Off, and over HTTPS, connections stay where the kernel puts them."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,16 @@ def on_disk(version: PolicyVersion) -> bool | None:
         return path.is_dir() if path.is_absolute() and version.is_written else None
     except OSError:
         return None
+
+
+def exist_on_disk(found: Iterable[PolicyVersion]) -> dict[int, bool | None]:
+    """Return `on_disk` of some versions by their numbers."""
+    return {version.version: on_disk(version) for version in found}
+
+
+def sizes_on_disk(of_policies: Mapping[int, Iterable[PolicyVersion]]) -> dict[int, int | None]:
+    """Return `num_bytes_on_disk` of each policy's versions by the policies' numbers."""
+    return {number: num_bytes_on_disk(found) for number, found in of_policies.items()}
 
 
 def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:

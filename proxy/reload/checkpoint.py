@@ -1,38 +1,31 @@
-"""Which files of a version are refused before an engine loads them, read within limits of time.
+"""Which files of a version are refused before an engine loads them; the reading process calls these functions.
 
 Loading a broken directory can crash an engine. `check_headers` reads headers only and is fast enough for a request;
 `check_values` reads every byte and runs before a reload, while calls continue. Tensors are compared with those of the
-served model, where its directory is readable here. The library safetensors is not used: it maps a file into memory,
-and an error of a network file system, or a file that becomes shorter, then ends the process with SIGBUS.
-
-`VersionFiles` reads in separate daemon threads, so a read that never ends blocks neither the event loop nor the exit of
-the process. Callers wait for a limited time and ask again later: the read goes on, and no second one starts beside it.
+served model, where its directory is readable there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import errno
 import json
-import logging
-import math
 import re
-import time
-from collections.abc import Callable
+import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
-from turnwise.processes.limited import call_in_daemon_thread
-from turnwise.types import PolicyKind
+from turnwise.errors import BadCheckpoint
+from turnwise.types import PolicyKind, PolicyVersion
 from turnwise.version_directory import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    MANIFEST,
     MODEL_CONFIG,
     TOKENIZER,
+    base_version,
     compare_digests,
     read_json,
     read_weight_index,
@@ -40,20 +33,9 @@ from turnwise.version_directory import (
     why_not_plain,
 )
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
-
 LENGTH_BYTES = 8
 """A file starts with its header's length, little-endian."""
-LARGEST_HEADER_BYTES = 100 * 2**20
-"""The format's own limit."""
 CHUNK_BYTES = 64 * 2**20
-ITEM_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64"), 8),
-}
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 """Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
@@ -63,22 +45,6 @@ CONTAINERS = re.compile(r"^(?:(?:model|language_model|text_model)\.)+")
 EMBEDDINGS = "embed_tokens.weight"
 PACKED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", "_packed")
 """Ends of names of tensors that stand beside, or for, a matrix that is stored packed."""
-
-
-PATIENCE_SECONDS = 1.0
-"""How long a caller waits for a read before it does its other work; the read goes on."""
-LONG_SECONDS = 60.0
-"""How often a read that goes on is logged, and how long its result is kept for a caller that asks again."""
-RETRY_SECONDS = 5.0
-"""How long after an error of `NO_ANSWER` files are read again."""
-NO_ANSWER = frozenset(
-    {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN}
-)
-"""Errors of a network file system whose server does not answer; they say nothing about the files."""
-WRONG_FILE = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
-)
-"""Errors that a file gives at each read; others, such as EIO or too many open files, may pass."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,38 +58,29 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one file by name, after checking the header against itself and the file's size."""
+    """Return the tensors of one file by name, after the library has checked the header against the file's size.
+
+    Every file of unknown origin is read here first: only a regular one is opened, since a pipe or a device may give no
+    byte, or bytes without an end.
+    """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BadCheckpoint(f"{path} is no regular file; publish a directory with *.safetensors files")
+        with path.open("rb") as file, safe_open(path, "numpy"):
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if not 0 < length <= min(LARGEST_HEADER_BYTES, size - LENGTH_BYTES):
-                raise BadCheckpoint(
-                    f"{path} is not a safetensors file: its header would be {length} of its {size} bytes"
-                )
-            header: dict[str, Any] = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-        start = LENGTH_BYTES + length
-        tensors = {name: _tensor(path, name, entry, start) for name, entry in header.items()}
+            header = json.loads(file.read(length))
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise BadCheckpoint(f"{path} has a broken header: {error!r}") from error
-    end = max((tensor.end for tensor in tensors.values()), default=start)
-    if end != size:
-        raise BadCheckpoint(f"{path} has {size} bytes where its header says {end}; it is truncated, write it again")
-    return tensors
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise BadCheckpoint(f"{path} is not a whole safetensors file: {error}; write it again") from error
+    header.pop("__metadata__", None)
+    start = LENGTH_BYTES + length
+    return {name: _tensor(entry, start) for name, entry in header.items()}
 
 
-def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> Tensor:
-    dtype, shape = str(entry["dtype"]), tuple(int(length) for length in entry["shape"])
+def _tensor(entry: dict[str, Any], start: int) -> Tensor:
     begin, end = entry["data_offsets"]
-    needed = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
-    if dtype in ITEM_BYTES and end - begin != needed:
-        raise BadCheckpoint(
-            f"{path} has a broken header: {name!r} {dtype}{list(shape)} takes {needed} bytes, not {end - begin}"
-        )
-    return Tensor(dtype, shape, start + begin, start + end)
+    return Tensor(entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
 
 
 def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
@@ -144,6 +101,29 @@ def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
                     return name
                 left -= bits.nbytes
     return None
+
+
+def check_version(path: str, kind: PolicyKind, model_path: str | None) -> None:
+    """Check a whole directory before an engine loads it."""
+    check_headers(path, kind, model_path)
+    check_tokenizer(path, model_path)
+    check_values(path)
+
+
+def check_published(path: str, kind: PolicyKind, model_path: str | None, *, is_start: bool) -> None:
+    """Check the headers of a directory that somebody publishes, or starts a policy from."""
+    try:
+        check_headers(path, kind, model_path)
+        if is_start:
+            check_trainable(path)
+    except OSError as error:
+        raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
+
+
+def own_model(path: str) -> tuple[PolicyVersion, bool]:
+    """Return the model that an engine was started with as a version, and whether it is one that was published."""
+    found = base_version(path)
+    return found, (Path(found.path) / MANIFEST).exists()
 
 
 def check_headers(path: str, kind: PolicyKind, model_path: str | None = None) -> None:
@@ -316,100 +296,3 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     if not shards:
         raise BadCheckpoint(f"{directory} holds no *.safetensors file; write the weights before publishing the version")
     return {name: tensor for shard in shards for name, tensor in read_header(shard).items()}
-
-
-class _Reading:
-    """One read, and its result once it has ended."""
-
-    def __init__(self, path: str, read: Callable[[], Any]) -> None:
-        self.path = path
-        self.ended = asyncio.Event()
-        self.started_at = self.logged_at = time.monotonic()
-        self.outdated_at = math.inf
-        """When another read is to start, on the monotonic clock: some time after this one has ended."""
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.read_error: OSError | None = None
-        """The error of the system that ended the read, also as the cause of a `BadCheckpoint`; None without one."""
-        call_in_daemon_thread("version-files", read, self._end)
-
-    @property
-    def has_no_answer(self) -> bool:
-        return self.read_error is not None and self.read_error.errno in NO_ANSWER
-
-    def _end(self, result: Any, error: BaseException | None) -> None:
-        self.result, self.error = result, error
-        cause = error.__cause__ if isinstance(error, BadCheckpoint) else error
-        self.read_error = cause if isinstance(cause, OSError) else None
-        self.outdated_at = time.monotonic() + (RETRY_SECONDS if self.has_no_answer else LONG_SECONDS)
-        self.ended.set()
-        if self.has_no_answer:
-            log.warning("the file system of %r does not answer, trying again: %s", self.path, self.read_error)
-
-
-class VersionFiles:
-    """Reads versions' files, each once at a time."""
-
-    def __init__(self) -> None:
-        self._readings: dict[tuple[str, ...], _Reading] = {}
-        """Running reads, and finished ones whose result was not fetched yet; keyed by what they read."""
-
-    @property
-    def problem(self) -> str | None:
-        """Which files take long to read; None if none do."""
-        for reading in self._readings.values():
-            seconds = time.monotonic() - reading.started_at
-            if not reading.ended.is_set() and seconds >= LONG_SECONDS:
-                return _not_read(reading.path, seconds)
-        return None
-
-    def is_reading(self, path: str) -> bool:
-        return any(one.path == path and not one.ended.is_set() for one in self._readings.values())
-
-    async def read(self, key: tuple[str, ...], path: str, read: Callable[[], T], *, seconds: float | None) -> T:
-        """Return what a function, called in a thread, reads in a directory.
-
-        A second call with the same key waits for the same read. Without `seconds` the wait has no limit.
-
-        Raises:
-            FilesNotRead: It goes on, or the file system does not answer; call again.
-            ReloadFailed: A file could not be read, which may pass.
-            Exception: What `read` raised, such as BadCheckpoint (a file is missing or wrong) or Conflict.
-        """
-        reading = self._readings.get(key)
-        now = time.monotonic()
-        if reading is None or now >= reading.outdated_at:
-            self._readings = {name: other for name, other in self._readings.items() if now < other.outdated_at}
-            reading = self._readings[key] = _Reading(path, read)
-        try:
-            async with asyncio.timeout(seconds):
-                await reading.ended.wait()
-        except TimeoutError as error:
-            raise FilesNotRead(_noted(reading)) from error
-        if reading.has_no_answer:
-            raise FilesNotRead(f"the file system of {path!r} does not answer: {reading.read_error}") from reading.error
-        self._readings.pop(key, None)
-        failed = reading.read_error
-        if failed is not None and (failed is reading.error or failed.errno not in WRONG_FILE):
-            raise ReloadFailed(f"a file in {path!r} could not be read: {failed}", is_transient=True) from reading.error
-        if reading.error is not None:
-            raise reading.error
-        result: T = reading.result
-        return result
-
-
-def _noted(reading: _Reading) -> str:
-    """Return a sentence that a read goes on; log it every `LONG_SECONDS`."""
-    now = time.monotonic()
-    text = _not_read(reading.path, now - reading.started_at)
-    if now - reading.logged_at >= LONG_SECONDS:
-        reading.logged_at = now
-        log.warning("%s", text)
-    return text
-
-
-def _not_read(path: str, seconds: float) -> str:
-    return (
-        f"the files in {path!r} have been read for {seconds:.0f} s and are not complete; the engines serve what they "
-        "have. If this does not end, check that the file system answers"
-    )

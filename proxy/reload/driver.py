@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from pathlib import Path
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.arms import Arms
+from proxy.reload.checkpoint import own_model
 from proxy.reload.lease import DriverLease
 from proxy.reload.loader import Loader, serves, weights_path
 from proxy.reload.transfer import Transfers
+from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import (
@@ -40,7 +42,6 @@ from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.verify.engine import ADDRESS_HINT
-from turnwise.version_directory import MANIFEST, base_version
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class Reloader:
         faults: FaultPoints,
         announce: Callable[[Engine], Awaitable[None]],
         reserve: Callable[[Engine], Awaitable[None]],
+        files: VersionFiles,
     ) -> None:
         self._writer = writer
         self._pool = pool
@@ -149,7 +151,7 @@ class Reloader:
         self.lease = DriverLease(database, writer)
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
-        self._loader = Loader(database, settings, metrics, faults, transfers, announce)
+        self._loader = Loader(database, settings, metrics, faults, transfers, announce, files)
         pool.load_adapter = self._loader.load_at_call
 
         def arms_of(policy_id: int) -> Arms:
@@ -322,12 +324,7 @@ class Reloader:
         """Read which model the engine was started with, and let a new database belong to it if its files are here."""
         path = engine.model_path
         if path not in self._own_models:
-
-            def read() -> tuple[PolicyVersion, bool]:
-                found = base_version(path)
-                return found, (Path(found.path) / MANIFEST).exists()
-
-            key = "own model", path
+            key, read = ("own model", path), functools.partial(own_model, path)
             base, is_published = await self._loader.files.read(key, path, read, seconds=OWN_MODEL_SECONDS)
             try:
                 if base.model_digest is not None and not is_published and self._settings.engine_check != "off":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,8 +21,9 @@ from pathlib import Path
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.checkpoint import PATIENCE_SECONDS, VersionFiles, check_headers, check_tokenizer, check_values
+from proxy.reload.checkpoint import check_version
 from proxy.reload.transfer import Offer, Transfers
+from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed, StoreError
 from turnwise.store import versions
@@ -126,6 +128,7 @@ class Loader:
         faults: FaultPoints,
         transfers: Transfers,
         announce: Callable[[Engine], Awaitable[None]],
+        files: VersionFiles,
     ) -> None:
         self._database = database
         self._settings = settings
@@ -134,7 +137,7 @@ class Loader:
         """Tells the proxy's other workers what an engine has loaded, before it samples with it."""
         self._faults = faults
         self._transfers = transfers
-        self.files = VersionFiles()
+        self.files = files
         self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
@@ -153,12 +156,7 @@ class Loader:
         if not version.is_written:
             raise FilesNotRead(f"version {version.version} is not on disk yet, and its trainer does not hand it out")
         path, model_path = version.path, engine.model_path
-
-        def check() -> None:
-            check_headers(path, version.kind, model_path)
-            check_tokenizer(path, model_path)
-            check_values(path)
-
+        check = functools.partial(check_version, path, version.kind, model_path)
         await self.files.read(("check", path, str(model_path)), path, check, seconds=PATIENCE_SECONDS)
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
@@ -278,7 +276,8 @@ class Loader:
             FilesNotRead: it was not read in this number of seconds; call again.
         """
         path = version.path
-        found = await self.files.read(("probe", path), path, lambda: read_probe(Path(path)), seconds=seconds)
+        read = functools.partial(read_probe, Path(path))
+        found = await self.files.read(("probe", path), path, read, seconds=seconds)
         if found is not None:
             return found
         offer = await self._transfers.offer(version, engine)

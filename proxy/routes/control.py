@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from proxy.auth import DEFAULT_TENANT, Principal, session_deleted
 from proxy.http.asgi import cancelled_when_client_leaves, check_limits
 from proxy.http.bodies import read_body
 from proxy.http.connections import LEFT
-from proxy.reload.checkpoint import PATIENCE_SECONDS, VersionFiles
+from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
 from turnwise.chains import is_trainable
@@ -39,7 +40,7 @@ from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 from turnwise.support import support_json
 from turnwise.types import MAX_REWARD, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
-from turnwise.version_directory import on_disk
+from turnwise.version_directory import exist_on_disk
 
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"policy_id"}),
@@ -175,10 +176,7 @@ async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles
 
     Requests share a read that goes on, which may be of other versions: the missing ones are read after it.
     """
-
-    def read() -> dict[int, bool | None]:
-        return {policy.version: on_disk(policy) for policy in found}
-
+    read = functools.partial(exist_on_disk, found)
     exist: dict[int, bool | None] = {}
     with contextlib.suppress(FilesNotRead):
         while any(policy.version not in exist for policy in found):

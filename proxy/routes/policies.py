@@ -16,7 +16,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
-from proxy.reload.checkpoint import PATIENCE_SECONDS, check_headers, check_trainable
+from proxy.reload.checkpoint import check_published
+from proxy.reload.version_files import PATIENCE_SECONDS
 from proxy.routes.control import (
     Body,
     Caller,
@@ -34,11 +35,11 @@ from proxy.routes.control import (
     with_columns,
 )
 from proxy.services import Services, services_of
-from turnwise.errors import BadCheckpoint, FilesNotRead, Forbidden, NotFound
+from turnwise.errors import FilesNotRead, Forbidden, NotFound
 from turnwise.store import arms, policies, serving, statements, updates, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
-from turnwise.version_directory import num_bytes_on_disk
+from turnwise.version_directory import exist_on_disk, on_disk, sizes_on_disk
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 CHECK_SECONDS = 30.0
@@ -153,10 +154,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
         return held, {number: versions.measured_versions(connection, number) for number in held}
 
     held, of_policies = await services.database.fetch(read)
-
-    def measure() -> dict[int, int | None]:
-        return {number: num_bytes_on_disk(found) for number, found in of_policies.items()}
-
+    measure = functools.partial(sizes_on_disk, of_policies)
     sizes: dict[int, int | None] = {}
     with contextlib.suppress(FilesNotRead):
         key = ("sizes", *(str(each.policy_id) for each in named))
@@ -216,17 +214,21 @@ async def _check_directory(
             code="path_not_allowed",
         )
     model_path = next((engine.model_path for engine in services.pool.serving), None)
-
-    def check() -> None:
-        try:
-            check_headers(path, kind, model_path)
-            if is_start:
-                check_trainable(path)
-        except OSError as error:
-            raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
-
+    check = functools.partial(check_published, path, kind, model_path, is_start=is_start)
     key = ("start" if is_start else "publish", path, kind, str(model_path))
     await services.files.read(key, path, check, seconds=CHECK_SECONDS)
+
+
+async def _check_files_exist(services: Services, version: PolicyVersion) -> None:
+    """Do what `serving.check_files_exist` does, with its reads of the file system in the process for these."""
+    if version.status is PolicyStatus.ACTIVE:
+        return
+    key, read = ("activate", str(version.version), version.path), functools.partial(on_disk, version)
+    if await services.files.read(key, version.path, read, seconds=CHECK_SECONDS) is False:
+        newest = await services.database.fetch(serving.newest_of, version)
+        others = functools.partial(exist_on_disk, newest)
+        exist = await services.files.read((*key, "others"), version.path, others, seconds=CHECK_SECONDS)
+        raise serving.files_are_gone(version, exist)
 
 
 @router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))
@@ -247,9 +249,7 @@ async def activate_policy(
         return found, policies.policy_of_tenant(connection, principal.tenant, found)
 
     policy, owned = await services.database.fetch(read)
-    check = functools.partial(serving.check_files_exist, services.database, policy)
-    key = ("activate", str(version), policy.status.value, policy.path)
-    await services.files.read(key, policy.path, check, seconds=CHECK_SECONDS)
+    await _check_files_exist(services, policy)
     chosen = await services.writer.do(serving.choose_version, version, pin=pin)
     (document,) = await policies_json([chosen], services.files, {owned.policy_id: owned.name})
     return answer(

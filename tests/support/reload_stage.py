@@ -18,6 +18,7 @@ from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.driver import Reloader
+from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable
@@ -39,6 +40,7 @@ class Process:
         self.unsuitable: str | None = None
         self.others: list[Process] = []
         """The other workers of the same proxy, which are told what this one loads."""
+        self.reading = ReadingProcess()
         self.reloader = Reloader(
             stage.database,
             self.writer,
@@ -49,6 +51,7 @@ class Process:
             faults=FaultPoints(),
             announce=self._announce,
             reserve=self._reserve,
+            files=VersionFiles(self.reading),
         )
 
     async def _probe(self, engine: Engine) -> None:
@@ -112,6 +115,7 @@ class Stage:
             yield process
         finally:
             await process.pool.close()
+            process.reading.close()
             await process.writer.close()
 
     def publish(self, version: int, kind: PolicyKind = PolicyKind.FULL, *, whole: bool = True) -> str:

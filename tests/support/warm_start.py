@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 WRITER_NAME = "writing-process"
 WORKER_NAME = "proxy-worker"
+READER_NAME = "reading-process"
 """The names of forked processes in `/proc/PID/comm`; their command line is their parent's."""
 
 
@@ -53,13 +54,15 @@ def fork_children(arguments: Sequence[str]) -> None:
     if num_workers > 1:
         unix_events.subprocess = _with_forked([_fork(_serve) for _ in range(num_workers)])
     else:
-        _fork_writing_process()
+        _fork_own_processes()
 
 
-def _fork_writing_process() -> None:
+def _fork_own_processes() -> None:
+    from proxy.reload import version_files
     from proxy.writer import client
 
     client.subprocess = _with_forked([_fork(_write)])
+    version_files.subprocess = _with_forked([_fork(_read)])
 
 
 class _Forked(NamedTuple):
@@ -138,12 +141,19 @@ def _write(link: socket.socket) -> None:
         main()
 
 
+def _read(link: socket.socket) -> None:
+    from proxy.reload.reading_process import main
+
+    if _is_started(link, READER_NAME):
+        main()
+
+
 def _serve(link: socket.socket) -> None:
     from prometheus_client import values
 
     from proxy.main import run_worker
 
-    _fork_writing_process()
+    _fork_own_processes()
     if _is_started(link, WORKER_NAME):
         values.ValueClass = values.get_value_class()
         run_worker()

@@ -23,7 +23,7 @@ from turnwise.commands.place import (
 )
 from turnwise.errors import NotFound, SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind, values_of
-from turnwise.version_directory import num_bytes_on_disk, on_disk
+from turnwise.version_directory import on_disk, sizes_on_disk
 
 if TYPE_CHECKING:
     from turnwise.store.database import Database
@@ -106,7 +106,7 @@ def _summaries(place: DataPlace) -> list[Json]:
             named = stored_policies.list_policies(conn)
             held = stored_policies.summarise_policies(conn)
             measured = {number: versions.measured_versions(conn, number) for number in held}
-        sizes = {number: num_bytes_on_disk(found) for number, found in measured.items()}
+        sizes = sizes_on_disk(measured)
     summaries = {
         number: columns.add(values_of(each) | {"num_bytes": sizes[number]}, number) for number, each in held.items()
     }

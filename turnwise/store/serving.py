@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -26,7 +26,7 @@ from turnwise.store.schema import policies
 from turnwise.store.schema import policy_versions as table
 from turnwise.store.versions import add_metrics, change_version, get_version, highest_version, list_versions
 from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, utc_now
-from turnwise.version_directory import on_disk
+from turnwise.version_directory import exist_on_disk, on_disk
 
 MAX_NAMED = 1000
 
@@ -223,9 +223,20 @@ def check_files_exist(db: Database, version: PolicyVersion) -> None:
     if version.status is PolicyStatus.ACTIVE or on_disk(version) is not False:
         return
     with db.read() as conn:
-        newest, _ = list_versions(conn, limit=MAX_NAMED, policy_ids=[version.policy_id])
-    able = ", ".join(str(each.version) for each in reversed(newest) if on_disk(each) is not False)
-    raise Conflict(
+        newest = newest_of(conn, version)
+    raise files_are_gone(version, exist_on_disk(newest))
+
+
+def newest_of(conn: sa.Connection, version: PolicyVersion) -> list[PolicyVersion]:
+    """Return the newest versions of a version's policy, which may be chosen instead; oldest first."""
+    newest, _ = list_versions(conn, limit=MAX_NAMED, policy_ids=[version.policy_id])
+    return newest[::-1]
+
+
+def files_are_gone(version: PolicyVersion, exist: Mapping[int, bool | None]) -> Conflict:
+    """Return the error for a version without files; `exist` says of others, by number, whether they have theirs."""
+    able = ", ".join(str(number) for number, has_files in exist.items() if has_files is not False)
+    return Conflict(
         f"Version {version.version}'s files no longer exist ({version.path!r}): the trainer keeps as many versions as "
         f"`keep_versions` says. Choose one of: {able or 'none'}.",
         param="version",

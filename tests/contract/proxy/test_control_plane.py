@@ -1,5 +1,6 @@
 """The control plane's errors for common mistakes, and its representations of sessions and turns."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,12 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
+from support import stalled_files
 from support.in_process import in_process_proxy
 from support.ledger_samples import update_record
 from support.waiting import WAIT_SECONDS, wait_until
 
+from proxy.routes import control, policies
 from proxy.routes.rewards import read_lines
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
@@ -175,20 +178,21 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world):
 
 
 def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(world, tmp_path, monkeypatch):
-    """As on a network file system that stalls: only threads that nothing waits for are stopped by it."""
+    """As on a network file system that stalls: only the process that reads files asks for it."""
     http, database = world
-    stalled, released, is_dir, stopped = tmp_path / "stalled", threading.Event(), Path.is_dir, set()
+    stalled, answered, is_dir, asked = tmp_path / "stalled", tmp_path / "answered", Path.is_dir, []
     with database.write() as connection:
         for version, path in ((6, tmp_path), (7, stalled), (8, stalled)):
             versions.publish_version(connection, PolicyVersion(version=version, path=str(path)))
 
-    def stalling(self: Path, **kwargs: bool) -> bool:
-        if self == stalled:
-            stopped.add(threading.current_thread().name)
-            released.wait(WAIT_SECONDS)
+    def noting(self: Path, **kwargs: bool) -> bool:
+        asked.append(self)
         return is_dir(self, **kwargs)
 
-    monkeypatch.setattr(Path, "is_dir", stalling)
+    monkeypatch.setattr(Path, "is_dir", noting)
+    for module, name in ((control, "exist_on_disk"), (policies, "on_disk"), (policies, "check_published")):
+        stalling = functools.partial(stalled_files.stalling, str(stalled), answered, getattr(module, name))
+        monkeypatch.setattr(module, name, stalling)
     monkeypatch.setattr("proxy.routes.control.PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr("proxy.routes.policies.CHECK_SECONDS", 0.05)
 
@@ -204,9 +208,9 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
                 http.post("/v1/policies", json={"path": str(stalled)}),
             ]
             assert {(each.status_code, each.json()["error"]["code"]) for each in refused} == {(503, "files_not_read")}
-        assert stopped == {"version-files"}
+        assert stalled not in asked
     finally:
-        released.set()
+        answered.touch()
     for version in (8, 7):
         answers = []
 

@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import errno
-import threading
+import functools
+import importlib
 from pathlib import Path
 
 import pytest
+from support import stalled_files
 from support.ports import free_port
 from support.reload_stage import Stage
 from support.tiny_checkpoints import write_probe
@@ -15,52 +17,45 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.engines.engine import LOADING, EngineState
 from proxy.engines.pool import EnginePool
+from proxy.reload.checkpoint import check_version, own_model
 from proxy.reload.lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
 from turnwise.store import notices, serving, versions
 from turnwise.store.database import Connection
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion, Session
-from turnwise.version_directory import base_version
+from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
 
 
-async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds_up_no_round(stage, monkeypatch):
+async def test_a_file_system_that_does_not_answer_for_an_engines_own_model_holds_up_no_round(
+    stage, monkeypatch, tmp_path
+):
     """The proxy did not start, and the engines and policies were not looked at any more."""
-    answers = threading.Event()
-
-    def read(path: str) -> PolicyVersion:
-        answers.wait()
-        return base_version(path)
-
-    monkeypatch.setattr("proxy.reload.driver.base_version", read)
+    answered = tmp_path / "answered"
+    read = functools.partial(stalled_files.stalling, "", answered, own_model)
+    monkeypatch.setattr("proxy.reload.driver.own_model", read)
     monkeypatch.setattr("proxy.reload.driver.OWN_MODEL_SECONDS", 0.01)
     try:
         async with asyncio.timeout(WAIT_SECONDS), stage.process() as process:
             assert process.versions == [None, None]
             assert all("have been read for" in engine.problem for engine in process.pool.engines)
-            answers.set()
+            answered.touch()
             while None in process.versions:
                 await process.look()
             assert process.versions == [0, 0]
     finally:
-        answers.set()
+        answered.touch()
 
 
 @pytest.mark.parametrize(("num_errors", "status"), [(2, "active"), (3, "failed")])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_version(
-    stage, monkeypatch, share, num_errors, status
+    stage, monkeypatch, tmp_path, share, num_errors, status
 ):
     """Also where the version is to be tried by a share of the sessions first."""
     monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
-    opened, left = Path.open, [num_errors]
-
-    def open_with_errors(self: Path, *args, **kwargs):
-        if self.parent.name == "v2" and self.suffix == ".safetensors" and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EIO, "Input/output error")
-        return opened(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", open_with_errors)
+    left = tmp_path / "left"
+    left.write_text(str(num_errors))
+    failing = functools.partial(stalled_files.failing_to_open, "v2", left, errno.EIO, check_version)
+    monkeypatch.setattr("proxy.reload.loader.check_version", failing)
     async with stage.process(canary_share=share) as process, asyncio.timeout(WAIT_SECONDS):
         await process.serve(1)
         stage.publish(2)
@@ -68,30 +63,37 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
             await process.follow()
             await asyncio.sleep(0.02)
     expected = "canary" if share and status == "active" else status
-    assert (stage.statuses()[1], left) == (expected, [0])
+    assert (stage.statuses()[1], left.read_text()) == (expected, "0")
 
 
 async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serves_it_and_newer_versions(
-    stage, monkeypatch
+    stage, monkeypatch, tmp_path
 ):
     """The engines' labels say what they have loaded, so nothing has to be read before calls are served."""
     monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
     async with stage.process() as process:
         await process.serve(0)
         assert (process.versions, stage.statuses()) == ([0, 0], ["active"])
-    answers, is_dir = threading.Event(), Path.is_dir
+    answered, is_dir, asked = tmp_path / "answered", Path.is_dir, []
+    for name in ("driver.own_model", "loader.check_version", "loader.read_probe"):
+        module, _, function = name.partition(".")
+        read = getattr(importlib.import_module(f"proxy.reload.{module}"), function)
+        stalled = functools.partial(stalled_files.stalling, "/v0'", answered, read)
+        monkeypatch.setattr(f"proxy.reload.{name}", stalled)
 
-    def stalling(self: Path, **kwargs: bool) -> bool:
-        return is_dir(self, **kwargs) if self.name != "v0" or answers.wait(WAIT_SECONDS) else False
+    def noting(self: Path, **kwargs: bool) -> bool:
+        asked.append(self.name)
+        return is_dir(self, **kwargs)
 
-    monkeypatch.setattr(Path, "is_dir", stalling)
+    monkeypatch.setattr(Path, "is_dir", noting)
     try:
         async with stage.process() as process, asyncio.timeout(WAIT_SECONDS):
             assert process.versions == [0, 0]
             await process.serve(1)
             assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
+        assert "v0" not in asked, "the event loop reads no version's directory"
     finally:
-        answers.set()
+        answered.touch()
 
 
 @pytest.mark.parametrize(("num_failures", "status"), [(1, "active"), (2, "active"), (3, "failed")])

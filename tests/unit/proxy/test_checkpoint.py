@@ -1,7 +1,8 @@
 """Checks of a checkpoint directory that read only its files."""
 
-import errno
 import json
+import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,13 @@ import pytest
 from support.tiny_checkpoints import write_adapter, write_weights
 
 from proxy.reload.checkpoint import (
-    VersionFiles,
     check_headers,
     check_tokenizer,
     check_values,
     find_not_finite,
     read_header,
 )
-from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
+from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
 from turnwise.version_directory import Probe, read_probe
 
@@ -34,26 +34,44 @@ def refusal(path: Path, kind: PolicyKind = PolicyKind.FULL, served: Path | None 
     return str(refused.value)
 
 
+def with_header(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def tensor_of(shape: list[int], end: int) -> bytes:
+    return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "its header would be 0 of its 0 bytes"),
-        (b"\xff" * 100, "its header would be"),
-        (b"\x02\0\0\0\0\0\0\0[]", "broken header"),
-        (b"\x02\0\0\0\0\0\0\0{}x", "is truncated"),
-        (b"\x09\0\0\0\0\0\0\0" + b'{"a": {}}', "broken header"),
-        (
-            b"\x37\0\0\0\0\0\0\0" + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}\n' + b"\0" * 4,
-            "takes 8 bytes",
-        ),
-        (b"\x02\0\0\0\0\0\0\0\xff\xff", "broken header"),
+        (b"", "header too small"),
+        (b"\xff" * 100, "header too large"),
+        (with_header(b"[]"), "invalid JSON in header"),
+        (with_header(b"[" * 100_000), "invalid JSON in header"),
+        (with_header(b"{}", b"x"), "file not fully covered"),
+        (with_header(b'{"a": {}}'), "invalid JSON in header"),
+        (with_header(tensor_of([2], 4), b"\0" * 4), "invalid shape, data type, or offset"),
+        (with_header(tensor_of([-1, -1], 4), b"\0" * 4), "invalid JSON in header"),
+        (with_header(tensor_of([2], 8), b"\0" * 7), "file not fully covered"),
+        (with_header(b"\xff\xff"), "invalid UTF-8"),
     ],
 )
 def test_an_invalid_safetensors_file_is_named_with_its_defect(tmp_path, content, words):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(BadCheckpoint, match=words):
+    with pytest.raises(BadCheckpoint, match=f"model.safetensors is not a whole safetensors file: .*{words}"):
         read_header(path)
+
+
+def test_a_pipe_a_device_and_a_directory_are_refused_without_being_opened(tmp_path):
+    """Nobody writes into the pipe, and the device has no end."""
+    path = tmp_path / "model.safetensors"
+    for make in (os.mkfifo, lambda place: place.symlink_to("/dev/zero"), Path.mkdir):
+        make(path)
+        with pytest.raises(BadCheckpoint, match="is no regular file"):
+            read_header(path)
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
@@ -257,38 +275,3 @@ def test_a_version_with_another_tokenizer_than_the_engines_is_refused(tmp_path, 
         return
     with pytest.raises(BadCheckpoint, match=words):
         check_tokenizer(version, served)
-
-
-def failing(cause: OSError, *, as_bad: bool):
-    def read() -> None:
-        if as_bad:
-            raise BadCheckpoint("v1/config.json cannot be read") from cause
-        raise cause
-
-    return read
-
-
-@pytest.mark.parametrize("as_bad", [False, True])
-async def test_a_file_system_that_does_not_answer_says_nothing_about_the_version(as_bad):
-    """The error of a soft NFS mount is a TimeoutError, which is no limit of ours."""
-    files, error = VersionFiles(), TimeoutError(errno.ETIMEDOUT, "timed out")
-    for _ in range(2):  # the second call does not read again at once
-        with pytest.raises(FilesNotRead, match="the file system of 'v1' does not answer"):
-            await files.read(("v1",), "v1", failing(error, as_bad=as_bad), seconds=60)
-
-
-@pytest.mark.parametrize("as_bad", [False, True])
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
-async def test_a_read_error_that_may_pass_is_tried_again(as_bad, number):
-    """A header's read error arrives as a `BadCheckpoint`, that of its values as it is."""
-    files, error = VersionFiles(), OSError(number, "it may pass")
-    with pytest.raises(ReloadFailed, match=r"could not be read: .*it may pass") as failed:
-        await files.read(("v1",), "v1", failing(error, as_bad=as_bad), seconds=60)
-    assert failed.value.is_transient
-    assert await files.read(("v1",), "v1", lambda: 3, seconds=60) == 3
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOTDIR])
-async def test_a_file_that_is_missing_or_locked_away_fails_the_version(number):
-    with pytest.raises(BadCheckpoint):
-        await VersionFiles().read(("v1",), "v1", failing(OSError(number, "missing"), as_bad=True), seconds=60)
