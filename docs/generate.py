@@ -10,6 +10,7 @@ import click
 from prometheus_client.metrics import MetricWrapperBase
 from pydantic import SecretStr
 
+from proxy import features
 from proxy.metrics import Metrics
 from trainer.algorithms.grpo import PolicyGradient
 from trainer.algorithms.loading import provided
@@ -112,7 +113,9 @@ def rows(settings: type[Settings]) -> list[str]:
 def metrics() -> list[str]:
     """Return one line a metric, as Prometheus names it."""
     lines = []
-    for metric in vars(Metrics()).values():
+    made = Metrics()
+    added = [made.counter(*each) for step in features.STEPS for each in step.counters.values()]
+    for metric in (*vars(made).values(), *added):
         if not isinstance(metric, MetricWrapperBase):
             continue
         described = metric.describe()[0]

@@ -85,7 +85,6 @@ ACTION_OF_ROUTE = {
     "GET /v1/updates": "read",
     "GET /v1/updates/summaries": "read",
     "GET /v1/doctor": "examine",
-    "GET /v1/budget": "read",
     "GET /v1/keys": "keys",
     "POST /v1/keys": "keys",
     "POST /v1/keys/{key_id}/revoke": "keys",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -40,6 +40,8 @@ STORED = {
 }
 """Gauges of groups, trainers and updates: text and label of each. A tenant gets its own values."""
 M = TypeVar("M", Counter, Histogram)
+Counted: TypeAlias = tuple[str, str, Sequence[str]]
+"""A counter's name, what it counts, and its labels."""
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
@@ -65,7 +67,7 @@ class Metrics:
         self._add_engines()
         self._add_process()
 
-    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+    def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
         return _with_kept_children(Counter(name, documentation, labels, registry=self.registry))
 
     def _histogram(
@@ -93,50 +95,39 @@ class Metrics:
         return generate_latest(summed)
 
     def _add_calls(self) -> None:
-        self.turns = self._counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
-        self.turns_by_role = self._counter(
+        self.turns = self.counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
+        self.turns_by_role = self.counter(
             "turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"]
         )
-        self.tokens = self._counter("turnwise_tokens", "Tokens captured", ["kind"])
+        self.tokens = self.counter("turnwise_tokens", "Tokens captured", ["kind"])
         self.call_seconds = self._histogram(
             "turnwise_call_seconds", "Duration of a call, request to last byte", ["mode"]
         )
         self.ttft_seconds = self._histogram("turnwise_ttft_seconds", "Time to the first token of a stream")
         self.in_flight = self._sum("turnwise_calls_in_flight", "Calls that wait for an engine or run on one")
         self.queued_calls = self._sum("turnwise_queued_calls", "Calls that wait in the queue of a limit")
-        self.breaks = self._counter(
-            "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"]
-        )
+        self.breaks = self.counter("turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"])
 
     def _add_refusals(self) -> None:
         """Add the metrics of what was refused, repeated, handed over or removed."""
-        self.limited = self._counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"])
-        self.refused = self._counter(
+        self.limited = self.counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"])
+        self.refused = self.counter(
             "turnwise_refused",
             "Requests that were answered with an error; `engine_STATUS` is the engine's own",
             ["code"],
         )
-        self.handed_over = self._counter(
+        self.handed_over = self.counter(
             "turnwise_handed_over", "Connections handed to the worker of the session that they name"
         )
-        self.retries = self._counter("turnwise_retries", "Retried operations", ["what"])
-        self.greedy_tokens = self._counter(
+        self.retries = self.counter("turnwise_retries", "Retried operations", ["what"])
+        self.greedy_tokens = self.counter(
             "turnwise_greedy_tokens", "Tokens sampled at temperature 0, which teach nothing"
         )
-        self.explored = self._counter("turnwise_explored", "Greedy calls that were sampled at a temperature")
-        self.coalesced = self._counter("turnwise_coalesced", "Retried calls answered without the engine")
-        self.dropped_tools = self._counter(
-            "turnwise_dropped_tools", "Removed tools that only a hosted service can run", ["tool"]
-        )
-        self.dropped_items = self._counter(
-            "turnwise_dropped_items",
-            "Blocks, items and parts of conversations that only a hosted service can read, in each call that has them",
-            ["type"],
-        )
-        self.dropped_fields = self._counter(
+        self.coalesced = self.counter("turnwise_coalesced", "Retried calls answered without the engine")
+        self.dropped_fields = self.counter(
             "turnwise_dropped_fields", "Removed request fields that control the engine itself", ["field"]
         )
-        self.unreadable_routing = self._counter(
+        self.unreadable_routing = self.counter(
             "turnwise_unreadable_routing",
             "Turns that are stored without the experts that the engine returned, by what is wrong with these",
             ["reason"],
@@ -144,13 +135,11 @@ class Metrics:
 
     def _add_store(self) -> None:
         """Add the metrics of the store: sessions, rewards, commits, groups and updates."""
-        self.sessions = self._counter(
-            "turnwise_sessions", "Sessions by the event that started or ended them", ["event"]
-        )
-        self.restricted = self._counter(
+        self.sessions = self.counter("turnwise_sessions", "Sessions by the event that started or ended them", ["event"])
+        self.restricted = self.counter(
             "turnwise_restricted_sessions", "Sessions that were marked `train = false` after they were created"
         )
-        self.rewards = self._counter("turnwise_rewards", "Rewards written", ["target"])
+        self.rewards = self.counter("turnwise_rewards", "Rewards written", ["target"])
         self.commit_seconds = self._histogram(
             "turnwise_commit_seconds", "Time that a turn waits for its commit, including queueing"
         )
@@ -185,37 +174,37 @@ class Metrics:
             "Served version of each named policy, of the first 100; 0 before its first one",
             ["tenant", "policy"],
         )
-        self.reloads = self._counter("turnwise_reloads", "Weight reloads by result", ["result"])
-        self.adapter_loads = self._counter(
+        self.reloads = self.counter("turnwise_reloads", "Weight reloads by result", ["result"])
+        self.adapter_loads = self.counter(
             "turnwise_adapter_loads", "Adapters that an engine loaded at a call that waited for it"
         )
-        self.weight_transfers = self._counter(
+        self.weight_transfers = self.counter(
             "turnwise_weight_transfers", "Transfers of weights from a trainer's memory by result", ["result"]
         )
         self.reload_seconds = self._histogram("turnwise_reload_pause_seconds", "Time that a reload paused the engines")
-        self.canary_calls = self._counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"])
-        self.canaries = self._counter("turnwise_canaries", "Canaries by result", ["result"])
+        self.canary_calls = self.counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"])
+        self.canaries = self.counter("turnwise_canaries", "Canaries by result", ["result"])
 
     def _add_process(self) -> None:
         """Add the metrics of the proxy's own process."""
         self.event_listeners = self._sum("turnwise_event_listeners", "Clients of `GET /v1/events`")
-        self.lost_events = self._counter(
+        self.lost_events = self.counter(
             "turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events"
         )
-        self.lost_access_log_lines = self._counter(
+        self.lost_access_log_lines = self.counter(
             "turnwise_lost_access_log_lines",
             "Lines of the access log that could not be written, or that its reader was too slow for",
         )
-        self.lost_log_lines = self._counter(
+        self.lost_log_lines = self.counter(
             "turnwise_lost_log_lines",
             "Lines of the log on stderr that could not be written, or that its reader was too slow for",
         )
-        self.lost_spans = self._counter("turnwise_lost_spans", "OpenTelemetry spans that the collector did not take")
-        self.lost_activity = self._counter(
+        self.lost_spans = self.counter("turnwise_lost_spans", "OpenTelemetry spans that the collector did not take")
+        self.lost_activity = self.counter(
             "turnwise_lost_engine_activity_minutes",
             "Minutes of engines that are missing in the curve of their idle share, because the store did not answer",
         )
-        self.background_errors = self._counter(
+        self.background_errors = self.counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"]
         )
         ProcessCollector(registry=self.registry)

@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from fastapi import Request
 
-from proxy.auth import Authenticator, open_authenticator
+from proxy.auth import Authenticator, Principal, open_authenticator
 from proxy.calls.images import Images
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
@@ -24,8 +24,7 @@ from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
-from proxy.limits.budgets import Budgets
-from proxy.limits.calls import Limits, Places
+from proxy.http.places import Places
 from proxy.metrics import Metrics
 from proxy.readings import Events, RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
@@ -65,6 +64,19 @@ class Beside:
 
     async def run(self) -> None:
         """Run until cancelled."""
+
+
+class TokenBudgets(Protocol):
+    """Counts the tokens of callers; a feature provides it."""
+
+    are_set: bool
+    """Whether every caller's tokens are counted; otherwise those of keys with a budget of their own."""
+
+    async def check(self, principal: Principal) -> None:
+        """Check that the caller's key and tenant have tokens left."""
+
+    def charge(self, principal: Principal, num_tokens: int) -> None:
+        """Add tokens to those that the caller has used."""
 
 
 class Services:
@@ -117,11 +129,21 @@ class Services:
             )
         )
         """Where routes that no engine serves are passed to; None if nowhere."""
-        name_of = lambda policy_id: self.pool.policy_names.get(policy_id)  # noqa: E731, PLW0108  names are replaced
-        self.sessions = Sessions(database, self.writer, settings, metrics, faults, name_of, self.pool.context_tokens)
+        self.budgets: TokenBudgets | None = None
+        """What counts the tokens of callers; None without such a feature."""
+        self.steps = Steps(steps, self)
+        self.sessions = Sessions(
+            database,
+            self.writer,
+            settings,
+            metrics,
+            faults,
+            self.pool.context_tokens,
+            opened=self.steps.opened,
+            entered=self.steps.entered,
+        )
         self.images = Images(settings, metrics)
         self.retries = Retries(database, settings.cache_share("answers"))
-        self.steps = Steps(steps, self, settings)
         self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
         self.reading = ReadingProcess()
         self.reloader = Reloader(
@@ -141,9 +163,12 @@ class Services:
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
         self.authenticator = authenticator
-        self.limits = Limits(settings, metrics)
+        self.num_calls = 0
+        """Calls that run: from their admission, which counts them, to the last byte of their reply."""
+        self.idle = asyncio.Event()
+        """Set while there are none."""
+        self.idle.set()
         self.bodies = Bodies(settings.max_body_bytes)
-        self.budgets = Budgets(settings, database, self.writer, metrics)
         self.counts = RecentCounts(database)
         self.events = Events(database, metrics)
         self.sweeper = Sweeper(settings, database, authenticator, self.writer, metrics, self.forget_session)
@@ -223,13 +248,13 @@ class Services:
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
-            await asyncio.wait_for(self.limits.idle.wait(), self.settings.commit_timeout_seconds)
+            await asyncio.wait_for(self.idle.wait(), self.settings.commit_timeout_seconds)
         await self.pool.close()
         self.reading.close()
         if self.upstream is not None:
             await self.upstream.close()
         self.peers.close()
-        await self.budgets.close()
+        await self.steps.close()
         with contextlib.suppress(StoreError):
             await self.sweeper.record_key_uses()
         await self.writer.close()

@@ -5,28 +5,15 @@ from __future__ import annotations
 import json
 import math
 import ssl
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
 from turnwise.errors import SettingsError
-from turnwise.settings import FromJson, Settings, mask_credentials
+from turnwise.settings import Settings, mask_credentials
 from turnwise.types import PolicyKind
-
-DIVIDED = (
-    "max_concurrent_calls",
-    *(
-        f"{scope}_{limit}"
-        for scope in ("key", "tenant")
-        for limit in ("max_calls", "requests_per_minute", "tokens_per_minute")
-    ),
-    "cache_bytes",
-)
-"""Settings of the whole proxy that each worker gets a share of."""
-
 
 CACHE_TENTHS = {"turns": 4, "messages": 4, "tokens": 1, "answers": 1}
 """How `cache_bytes` is divided."""
@@ -34,33 +21,11 @@ HOLDOUT_SHARE = 0.1
 """Default share of the hold-out where it costs no engine."""
 
 
-PINNABLE = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
-        *("allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls"),
-        *("response_format", "structured_outputs"),
-    }
-)
-"""Request fields that a session or a pin can set for all of its calls."""
-
-
-def check_pinnable(sampling: Mapping[str, Any]) -> None:
-    """Check that parameters can be set for many calls.
-
-    Raises:
-        ValueError: some cannot.
-    """
-    if refused := sorted(sampling.keys() - PINNABLE):
-        raise ValueError(
-            f"{', '.join(refused)} cannot be set for a whole session, because it changes more than the sampling of "
-            f"a reply; set it in each call, or set one of {', '.join(sorted(PINNABLE))}"
-        )
-
-
 class ProxySettings(Settings):
     """Settings of one proxy."""
+
+    DIVIDED: ClassVar[tuple[str, ...]] = ("max_concurrent_calls", "cache_bytes")
+    """Settings of the whole proxy that each worker gets a share of; a feature's settings have a tuple of their own."""
 
     engine: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
     """vLLM base URLs. Each listens on loopback or a private network only."""
@@ -118,13 +83,6 @@ class ProxySettings(Settings):
     """Most ids that top-k, top-p and min-p may leave to sample from at a token that is trained; a token with more is
     not. 0 asks the engine for none, and such calls are not trained. An engine without Turnwise's plug-in is asked for
     at most its --max-logprobs and 100."""
-    sampling_pins: Annotated[dict[str, dict[str, Any]], FromJson] = Field(default={})
-    """Sampling parameters that replace those of calls, as JSON: of all under `*`, of some under `tenant:NAME`,
-    `policy:NAME` and `key:ID`. A later one of these four wins over an earlier one, and a session's own over all."""
-    explore: float = Field(default=0.0, ge=0, le=1)
-    """Share of the sessions whose calls at temperature 0, which teach nothing, sample at `explore_temperature`: chosen
-    by session, never of `eval` sessions, canaries and hold-outs, and left out where versions are compared."""
-    explore_temperature: float = Field(default=1.0, gt=0)
     failed_tool_text: str = "The tool call failed."
     """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
     empty text drops the mark."""
@@ -158,23 +116,6 @@ class ProxySettings(Settings):
     three redirects. The engine never fetches one."""
     max_concurrent_calls: int = Field(default=1024, gt=0)
     """Concurrent calls; more are answered 429."""
-    queue_seconds: float = Field(default=0.0, ge=0)
-    """How long a call over a limit waits in a fair queue before it is answered 429; 0 answers at once."""
-    key_max_calls: int | None = Field(default=None, gt=0)
-    """Concurrent calls of one key; by default without limit, as the settings below."""
-    key_requests_per_minute: int | None = Field(default=None, gt=0)
-    key_tokens_per_minute: int | None = Field(default=None, gt=0)
-    """Prompt and sampled tokens of one key in a minute; counted when a call ends."""
-    tenant_max_calls: int | None = Field(default=None, gt=0)
-    """Concurrent calls of all keys of one tenant."""
-    tenant_requests_per_minute: int | None = Field(default=None, gt=0)
-    tenant_tokens_per_minute: int | None = Field(default=None, gt=0)
-    key_token_budget: int | None = Field(default=None, gt=0)
-    """Prompt and sampled tokens that one key may use in all; a key can have its own budget instead."""
-    tenant_token_budget: int | None = Field(default=None, gt=0)
-    """Prompt and sampled tokens that all keys of one tenant may use in all."""
-    token_budget_days: int | None = Field(default=None, gt=0, le=3650)
-    """Period of all token budgets in UTC days, today included; by default a budget is for good."""
     tenant_max_policies: int | None = Field(default=None, ge=0)
     """Named policies of one tenant, without archived ones; by default any number."""
     header_timeout_seconds: float = Field(default=30.0, gt=0)
@@ -295,17 +236,9 @@ class ProxySettings(Settings):
 
     def divided(self) -> Self:
         """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""
-        limits = {name: value for name in DIVIDED if (value := getattr(self, name)) is not None}
+        names = {name for each in type(self).__mro__ for name in vars(each).get("DIVIDED", ())}
+        limits = {name: value for name in names if (value := getattr(self, name)) is not None}
         return self.model_copy(update={name: math.ceil(value / self.workers) for name, value in limits.items()})
-
-    @field_validator("sampling_pins")
-    @classmethod
-    def _can_be_pinned(cls, pins: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name, sampling in pins.items():
-            if name != "*" and name.partition(":")[0] not in ("tenant", "policy", "key"):
-                raise ValueError(f"{name!r} pins for nobody; write *, tenant:NAME, policy:NAME or key:ID")
-            check_pinnable(sampling)
-        return pins
 
     @field_validator("model_names", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ batch, what will not be trained. Only the trainer knows whether it can replay a 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -103,3 +104,21 @@ def count_not_trained(turns: Sequence[Sampled]) -> str | None:
         return None
     named = [f"{reason} ({count})" if len(reasons) > 1 else reason for reason, count in reasons.most_common()]
     return f"{sum(reasons.values())} of {len(turns)} turns are not trained: {', '.join(named)}."
+
+
+def with_numbers(fields: Json) -> Json:
+    """Return the fields of a request with numbers in the place of their texts; other values stay."""
+    found = {name: _number(value, NUMBERS[name]) for name, value in fields.items() if name in NUMBERS}
+    return fields | found if any(isinstance(fields[name], str) for name in found) else fields
+
+
+def _number(value: Any, kind: type[int | float]) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if not math.isfinite(number):
+        return value
+    return int(number) if kind is int and number.is_integer() else number

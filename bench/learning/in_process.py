@@ -26,7 +26,7 @@ from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from proxy.engines.vllm_forms import truncates
-from proxy.sessions.pins import Pins
+from proxy.features.pins import Pins
 from proxy.sessions.template import ChatTemplate, Continued
 from turnwise.store import serving
 from turnwise.store.database import Database

@@ -22,9 +22,9 @@ from teacher import serving_policy
 from transformers import AutoTokenizer
 
 from examples.demos.plain_agent import load_agent
-from proxy.sessions.pins import Pins
+from proxy.features import Settings as ProxySettings
+from proxy.features.pins import Pins
 from proxy.sessions.template import load_chat_template
-from proxy.settings import ProxySettings
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.default_models import trail

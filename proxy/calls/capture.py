@@ -6,6 +6,7 @@ later one. Each turn has one outcome.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import re
@@ -16,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from proxy.auth import Principal
 from proxy.calls.retries import Attempt
 from proxy.calls.steps import CallStep
 from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
+from proxy.http.bodies import Body
 from proxy.sessions.forest import KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
 from proxy.sessions.place import CallPlace
@@ -35,16 +38,20 @@ MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "func
 """Fields of a reply that are stored."""
 CHOICES = b'"choices"'
 """Present in every chunk of a completion; an event without it is an error."""
+NOT_YET: Any = None
+"""What a call gets later: it has all of it once it is sampled."""
 DATA = re.compile(rb"^data: (.*)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(slots=True)
 class Running:
-    """A call with its place and what the engine has answered so far."""
+    """A call from its admission to its last byte: its place, and what the engine has answered so far."""
 
-    call: Call
-    place: CallPlace
-    attempt: Attempt
+    call: Call = NOT_YET
+    place: CallPlace = NOT_YET
+    """Its session, and the turn that it extends; what is found before it is sampled."""
+    attempt: Attempt = NOT_YET
+    """What a retry of the call refers to; not of a call that is itself answered as a retry."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None
@@ -52,8 +59,20 @@ class Running:
     captured: Captured = dataclasses.field(default_factory=Captured)
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     started: float = dataclasses.field(default_factory=time.perf_counter)
-    key_id: str = ""
-    """The API key that the call is charged to."""
+    principal: Principal = NOT_YET
+    """The caller, whose key the call is charged to."""
+    left: asyncio.Future[None] = NOT_YET
+    """Done when the client has closed its connection."""
+    request_headers: dict[bytes, bytes] = dataclasses.field(default_factory=dict)
+    reply_headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    is_admitted: bool = False
+    """Whether it counts as a call that runs."""
+    body: Body | None = None
+    """The memory of the request's body; None for a short one."""
+    answer: bytes | None = None
+    """What was sent to the client; None for a call that failed."""
+    num_tokens: int = 0
+    """Prompt and sampled tokens, known when the call has ended; or tokens that were counted or copied."""
     num_prompt_tokens: int = 0
     """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
     first_token_at: float | None = None

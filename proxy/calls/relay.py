@@ -25,7 +25,6 @@ from proxy.http import problems
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
 from proxy.sessions.forest import TurnForest
-from proxy.sessions.pins import EXPLORED
 from proxy.sessions.place import Sessions
 from proxy.sessions.roles import corrections
 from proxy.settings import ProxySettings
@@ -102,14 +101,14 @@ class Relay:
             ProxyUnavailable: the server cancelled the call because it stops.
         """
         call = running.call
-        if EXPLORED in call.notes:
-            self._metrics.explored.inc()
+        for step in self._steps.placed:
+            await step(running)
         if call.idempotency_key is not None and (answer := await self._repeated(running)) is not None:
             self._metrics.coalesced.inc()
             return answer
         try:
             try:
-                with cancelled_when_client_leaves(running.attempt.left):
+                with cancelled_when_client_leaves(running.left):
                     held = await self._sample(running, send)
                 turns = capture.build_turns(running)
             except BaseException as error:
@@ -119,7 +118,7 @@ class Relay:
         except asyncio.CancelledError as error:  # by the server, when it stops and its drain time is over
             raise ProxyUnavailable(STOPPING) from error
         finally:
-            for step in self._steps.ended:
+            for step in self._steps.received:
                 step(running)
             if running.lane is not None:
                 self._pool.release(running.lane)

@@ -1,19 +1,24 @@
 """The steps of a call beside its capture: what features do with it, where the call's story says so.
 
 A step overrides the methods of the places that it has a part in. At the start one list a place is made of the steps
-that are on, so what is off costs a call nothing.
+that are on, so what is off costs a call nothing. The order of the methods is that of the story.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from proxy.dialects.registry import DIALECTS
 
 if TYPE_CHECKING:
     from proxy.calls.capture import Running
+    from proxy.dialects.base import Call
+    from proxy.metrics import Counted
     from proxy.settings import ProxySettings
     from proxy.writer.process import NewTurn
     from turnwise.store.extensions import Column
+    from turnwise.types import Session
 
 
 class CallStep:
@@ -21,13 +26,33 @@ class CallStep:
 
     columns: tuple[Column, ...] = ()
     """What lists show besides while it is on."""
+    dialects: ClassVar[frozenset[str]] = frozenset(each.name for each in DIALECTS)
+    """Whose calls it is `asked` of."""
+    counters: ClassVar[Mapping[str, Counted]] = {}
+    """Its metrics by the names of its attributes that hold them."""
 
     def __init__(self, services: Any) -> None:
-        """Take what is needed of `proxy.services.Services`, which has its store, writer, engines and sessions."""
+        """Take what is needed of `proxy.services.Services`, which has its store, writer, metrics and settings."""
 
     @classmethod
     def is_on(cls, settings: ProxySettings) -> bool:  # noqa: ARG003
         return True
+
+    async def admitted(self, running: Running) -> None:
+        """Take a call whose caller is known, before its place is counted; what it raises refuses the call."""
+
+    async def asked(self, running: Running) -> None:
+        """Take a call whose request was read."""
+
+    def opened(self, session: Session) -> Session:
+        """Return a session that is about to be created, as it is stored."""
+        return session
+
+    def entered(self, call: Call, session: Session, key_id: str) -> None:
+        """Change a call whose session is known, before its conversation is read; also one whose tokens are counted."""
+
+    async def placed(self, running: Running) -> None:
+        """Take a call that has its session, and will be sampled."""
 
     def sent(self, running: Running) -> None:
         """Take a call whose lane is chosen, just before the engine gets it."""
@@ -35,16 +60,45 @@ class CallStep:
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         """Take a call's turns before they are stored, also those of a call that was cut off after its first token."""
 
+    def received(self, running: Running) -> None:
+        """Take a call that has its reply or has failed, while it still has its lane."""
+
     def ended(self, running: Running) -> None:
-        """Take a call that is over, however it ended, while it still has its lane."""
+        """Take a call after its last byte, however far it came: also one that was refused or repeated an answer."""
+
+    async def close(self) -> None:
+        """End what runs beside calls, when the process ends and no call runs any more."""
 
 
 class Steps:
     """The steps that are on, in their order, by the places that they have a part in."""
 
-    def __init__(self, kinds: Iterable[type[CallStep]], services: Any, settings: ProxySettings) -> None:
-        on = [kind(services) for kind in kinds if kind.is_on(settings)]
-        self.columns = [column for step in on for column in step.columns]
-        self.sent = [step.sent for step in on if type(step).sent is not CallStep.sent]
-        self.built = [step.built for step in on if type(step).built is not CallStep.built]
-        self.ended = [step.ended for step in on if type(step).ended is not CallStep.ended]
+    def __init__(self, kinds: Iterable[type[CallStep]], services: Any) -> None:
+        self._on: list[CallStep] = []
+        for kind in kinds:
+            metrics = {name: services.metrics.counter(*each) for name, each in kind.counters.items()}
+            if kind.is_on(services.settings):
+                step = kind(services)
+                vars(step).update(metrics)
+                self._on.append(step)
+        self.columns = [column for step in self._on for column in step.columns]
+        self.admitted = self._overridden(lambda kind: kind.admitted)
+        self.opened = self._overridden(lambda kind: kind.opened)
+        self.entered = self._overridden(lambda kind: kind.entered)
+        self.placed = self._overridden(lambda kind: kind.placed)
+        self.sent = self._overridden(lambda kind: kind.sent)
+        self.built = self._overridden(lambda kind: kind.built)
+        self.received = self._overridden(lambda kind: kind.received)
+        self.ended = self._overridden(lambda kind: kind.ended)
+
+    def _overridden(self, method: Callable[[Any], Any]) -> list[Any]:
+        """Return the steps' own versions of a method."""
+        return [method(step) for step in self._on if method(type(step)) is not method(CallStep)]
+
+    def asked_in(self, dialect: str) -> list[Any]:
+        """Return the steps of calls of one dialect that were read."""
+        return [step for step in self._overridden(lambda kind: kind.asked) if dialect in step.__self__.dialects]
+
+    async def close(self) -> None:
+        for step in self._on:
+            await step.close()

@@ -124,8 +124,6 @@ class Call:
     dropped_tools: list[str] = dataclasses.field(default_factory=list)
     dropped_items: list[str] = dataclasses.field(default_factory=list)
     """Types of the blocks, items and parts of the conversation that no message holds."""
-    dropped_fields: list[str] = dataclasses.field(default_factory=list)
-    """Request fields that would steer the engine itself, removed from the request."""
     previous_turn_id: str | None = None
     """The stored turn that the call continues without repeating its messages."""
     conversation_id: str | None = None

@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.calls.steps import CallStep
+from proxy.features.dropped import Dropped
 from proxy.features.feedback.settings import FeedbackSettings
+from proxy.features.limits import CallLimits
+from proxy.features.limits.settings import LimitSettings
+from proxy.features.pins import PinSettings, PinStep
 from proxy.features.prices import Prices, PriceSettings
+from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
 from proxy.settings import ProxySettings
 
 if TYPE_CHECKING:
     from proxy.services import Beside
 
-STEPS: tuple[type[CallStep], ...] = (Prices,)
+STEPS: tuple[type[CallStep], ...] = (CallLimits, Dropped, Resumed, PinStep, Prices)
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
@@ -26,11 +31,12 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.forks",
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
+    "proxy.features.limits.routes",
 )
 """Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
 
 
-class Settings(PriceSettings, RetentionSettings, FeedbackSettings, ProxySettings):
+class Settings(PinSettings, LimitSettings, PriceSettings, RetentionSettings, FeedbackSettings, ProxySettings):
     """Settings of one proxy with all of its features."""
 
 

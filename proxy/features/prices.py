@@ -89,7 +89,7 @@ class Prices(CallStep):
         if Prices in running.kept and (charge := self._charge(running, turns)) is not None:
             turns[0].extra[CHARGE] = charge
 
-    def ended(self, running: Running) -> None:
+    def received(self, running: Running) -> None:
         if Prices in running.kept and running.lane is not None:
             time_of_engine = self._times[running.lane.engine.url]
             time_of_engine.divide()
@@ -113,4 +113,4 @@ class Prices(CallStep):
         tokens += table.get("sampled", nothing) * sum(len(turn.token_ids) for turn in turns)
         share: float = self._times[lane.engine.url].divide() - running.kept[Prices]
         cost = tokens / 10**6 + table.get("engine_second", nothing) * Decimal(share)
-        return running.key_id, policy_id, self._currency, cost
+        return running.principal.root_key_id, policy_id, self._currency, cost

@@ -19,18 +19,17 @@ from urllib.parse import parse_qsl
 from starlette.routing import Route, compile_path
 from starlette.types import Receive, Scope, Send
 
-from proxy.auth import OPEN, Principal
-from proxy.calls.capture import Running
-from proxy.calls.resuming import read_turns, resume
+from proxy.auth import Principal
+from proxy.calls.capture import NOT_YET, Running
+from proxy.calls.earlier import read_turns
 from proxy.calls.retries import Attempt, request_digest
 from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
-from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES, SESSION_PREFIX
+from proxy.dialects.registry import SESSION_PREFIX
 from proxy.engines.engine import Engine
 from proxy.http import problems
 from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, send_whole
-from proxy.http.bodies import SHORT_DIGITS, Body, read_body
+from proxy.http.bodies import SHORT_DIGITS, read_body
 from proxy.http.connections import LEFT
-from proxy.limits.calls import Scope as LimitedScope
 from proxy.sessions.conversation import has_media
 from proxy.sessions.which import identify, next_prefix
 from turnwise.engine_plugin.images import FIELD
@@ -136,94 +135,66 @@ class Endpoint(abc.ABC):
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None: ...
 
 
-MAX_TOOL_NAME = 64
 CHUNKED = b"unknown"
 """Length of a body that declares none."""
 SESSION = "x-session-id"
 """Reply header that names the session of the call, also where the proxy found it by itself."""
 POLICY_VERSION = "x-policy-version"
 """Reply header of a whole reply: the policy version that sampled its first token."""
-DROPPED_TOOLS = "x-turnwise-dropped-tools"
-"""Reply header that names the tools which were removed from the request."""
-_NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
-@dataclasses.dataclass(slots=True)
-class Admission:
-    """The places and the memory that one call holds until its end."""
+async def admit(services: Services, running: Running) -> None:
+    """Count a call among those that run.
 
-    services: Services
-    principal: Principal
-    left: asyncio.Future[None]
-    """Done when the client has closed its connection."""
-    limited: list[LimitedScope] | None = None
-    """Its place under all limits, taken before its body is read; None until then."""
-    body: Body | None = None
-    """The memory of the request's body; None for a short one."""
-    attempt: Attempt | None = None
-    """What a retry of the call refers to; None for a call that is itself answered as a retry."""
-    running: Running | None = None
-    """The call in its session; None until that is found."""
-    answer: bytes | None = None
-    """What was sent to the client; None for a call that failed."""
-    num_tokens: int = 0
-    """Tokens that were counted or copied for a request that samples none."""
+    Raises:
+        TurnwiseError: why a feature refuses it.
+    """
+    for step in services.steps.admitted:
+        await step(running)
+    running.is_admitted = True
+    services.num_calls += 1
+    services.idle.clear()
 
-    async def take(self) -> None:
-        """Check the budgets and take a place, after waiting in the queue if there is none.
 
-        Raises:
-            BudgetSpent: the budget of the caller's key or tenant is spent.
-            Overloaded: there is no place, or none within the queue's time.
-        """
-        services, principal = self.services, self.principal
-        if services.budgets.are_set or principal.has_budget:
-            await services.budgets.check(principal)
-        limits = services.limits
-        if limits.num_calls >= limits.max_calls:
-            raise limits.full()
-        self.limited = await limits.admit(principal) if limits.are_set else []
-        limits.num_calls += 1
-        limits.idle.clear()
-
-    def release(self) -> None:
-        """Return all of it, and count the call's tokens."""
-        services, num_tokens = self.services, self.num_tokens
-        if self.running is not None:
-            services.sessions.release(self.running.place, has_failed=self.answer is None)
-            choices = self.running.captured.choices.values()
-            num_tokens = self.running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
-        if self.attempt is not None:
-            services.retries.settle(self.attempt, self.answer)
-        if self.body is not None:
-            self.body.close()
-        if self.limited is not None:
-            services.limits.num_calls -= 1
-            if not services.limits.num_calls:
-                services.limits.idle.set()
-            if self.limited:
-                services.limits.leave(self.limited, num_tokens)
-            if services.budgets.are_set or self.principal.root_key_id != OPEN:
-                services.budgets.charge(self.principal, num_tokens)
+def end(services: Services, running: Running) -> None:
+    """Return all that a call holds, and count its tokens."""
+    if running.place is not NOT_YET:
+        services.sessions.release(running.place, has_failed=running.answer is None)
+        choices = running.captured.choices.values()
+        running.num_tokens = running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
+    if running.attempt is not NOT_YET:
+        services.retries.settle(running.attempt, running.answer)
+    if running.body is not None:
+        running.body.close()
+    if running.is_admitted:
+        services.num_calls -= 1
+        if not services.num_calls:
+            services.idle.set()
+    for step in services.steps.ended:
+        step(running)
 
 
 @contextlib.asynccontextmanager
-async def admitted(services: Services, principal: Principal, scope: Scope) -> AsyncIterator[Admission]:
-    """Count a request that samples nothing as a call, under all limits and budgets.
+async def admitted(services: Services, principal: Principal, scope: Scope) -> AsyncIterator[Running]:
+    """Count a request that samples nothing as a call, with the tokens that it sets.
 
     Raises:
-        BudgetSpent, Overloaded: as `Admission.take`.
+        TurnwiseError: as `admit`.
     """
-    admission = Admission(services, principal, scope["extensions"][LEFT])
+    running = Running(principal=principal, left=scope["extensions"][LEFT])
     try:
-        await admission.take()
-        yield admission
+        await admit(services, running)
+        yield running
     finally:
-        admission.release()
+        end(services, running)
 
 
 class SampleEndpoint(Endpoint):
     """An endpoint of one dialect that samples."""
+
+    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
+        super().__init__(services, dialect, route)
+        self._asked = services.steps.asked_in(dialect.name)
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         """Answer a call, or repeat the answer to the call that it retries."""
@@ -235,63 +206,64 @@ class SampleEndpoint(Endpoint):
         principal.require("call")
         if principal.session_id is not None and (named := scope["path_params"].get("session_id")):
             principal.require_session(named)  # before the body is read
-        admission = Admission(services, principal, scope["extensions"][LEFT])
+        running = Running(
+            principal=principal,
+            left=scope["extensions"][LEFT],
+            request_headers=headers,
+            reply_headers=reply.headers,
+        )
         try:
-            with cancelled_when_client_leaves(admission.left):
-                earlier = await self._begin(scope, receive, headers, admission, reply)
-            call, running = reply.call, admission.running
-            if earlier is not None and earlier.answer is not None:
+            with cancelled_when_client_leaves(running.left):
+                earlier = await self._begin(scope, receive, running, reply)
+            if earlier is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
-                await self._deny(call, principal.tenant, reply.headers[SESSION])
-                await (reply.part(earlier.answer, is_last=True) if call.stream else reply.whole(earlier.answer))
-            elif running is not None and call.stream:
+                assert earlier.answer is not None
+                await (reply.part(earlier.answer, is_last=True) if reply.call.stream else reply.whole(earlier.answer))
+            elif running.call.stream:
                 with reply.kept_alive(services.settings.stream_keep_alive_seconds):
                     held = await services.relay.reply(running, reply.part)
                 await reply.part(held, is_last=True)
-                admission.answer = b"".join(reply.parts)
-            elif running is not None:
+                running.answer = b"".join(reply.parts)
+            else:
                 answer = await services.relay.reply(running)
                 reply.headers[POLICY_VERSION] = str(running.version_first)
                 await reply.whole(answer)
-                admission.answer = answer
+                running.answer = answer
         finally:
-            admission.release()
+            end(services, running)
 
-    async def _begin(
-        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], admission: Admission, reply: ReplySender
-    ) -> Attempt | None:
+    async def _begin(self, scope: Scope, receive: Receive, running: Running, reply: ReplySender) -> Attempt | None:
         """Read a call, and find its session; return the earlier call whose answer it gets, None if it is sampled."""
-        services, principal = self._services, admission.principal
+        services, principal, headers = self._services, running.principal, running.request_headers
         is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
         may_be_answered = b"idempotency-key" in headers or (is_marked and services.retries.has_undelivered(principal))
         if not may_be_answered:  # the answer of a retry may be known, and needs no place
-            await admission.take()
+            await admit(services, running)
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
-            admission.body = services.bodies.open(principal.tenant, principal.root_key_id, headers)
-        call, digest = await self._read(scope, receive, headers, admission)
-        reply.call, call.is_retry = call, is_marked
+            running.body = services.bodies.open(principal.tenant, principal.root_key_id, headers)
+        call, digest = await self._read(scope, receive, running)
+        reply.call = running.call = call
+        call.is_retry = is_marked
         await services.pool.name_policy(call, principal)
-        if call.dropped_fields or call.dropped_tools or call.dropped_items:
-            self._report_dropped(call, reply)
-        if call.previous_turn_id is not None or call.conversation_id is not None:
-            await resume(services.database, call, principal)
-        attempt = await services.retries.begin(call, principal, digest, admission.left)
+        for step in self._asked:
+            await step(running)
+        attempt = await services.retries.begin(call, principal, digest, running.left)
         if attempt.answer is not None:
+            await self._deny(call, principal.tenant, attempt.headers[SESSION])
             return attempt
-        admission.attempt, attempt.headers = attempt, reply.headers
-        if admission.limited is None:
-            await admission.take()
-        if admission.body is not None:
-            admission.body.close()
+        running.attempt, attempt.headers = attempt, reply.headers
+        if not running.is_admitted:
+            await admit(services, running)
+        if running.body is not None:
+            running.body.close()
         if has_media(call.messages):
             await services.images.take(call)
         # Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         must_wait = services.sessions.template is None and not services.pool.serving
-        has_waited = must_wait and not await services.pool.wait_for_first()
-        place = await services.sessions.find(call, principal, digest)
-        admission.running = Running(call, place, attempt, has_waited, key_id=principal.root_key_id)
-        live = place.live
+        running.has_waited = must_wait and not await services.pool.wait_for_first()
+        running.place = await services.sessions.find(call, principal, digest)
+        live = running.place.live
         if not call.train and (live.session.train or live.session.record > call.record):
             await self._deny(call, live.session.tenant, live.session.session_id)
             live.session = dataclasses.replace(live.session, train=False, record=live.session.record and call.record)
@@ -303,23 +275,9 @@ class SampleEndpoint(Endpoint):
             of = tenant, session_id, next_prefix(session_id), call.record
             await self._services.restrict(consent.restrict_session, *of)
 
-    def _report_dropped(self, call: Call, reply: ReplySender) -> None:
-        metrics = self._services.metrics
-        for field in call.dropped_fields:
-            metrics.dropped_fields.labels(field).inc()
-        for kind in call.dropped_items:
-            metrics.dropped_items.labels(kind if kind in ITEM_TYPES else "other").inc()
-        names = [_NOT_A_NAME.sub("", tool)[:MAX_TOOL_NAME] or "unknown" for tool in call.dropped_tools]
-        for name in names:
-            metrics.dropped_tools.labels(name if name in HOSTED_TOOLS else "other").inc()
-        if names:
-            reply.headers[DROPPED_TOOLS] = ", ".join(names)
-
-    async def _read(
-        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], admission: Admission
-    ) -> tuple[Call, bytes]:
-        settings, principal = self._services.settings, admission.principal
-        raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=admission.body)
+    async def _read(self, scope: Scope, receive: Receive, running: Running) -> tuple[Call, bytes]:
+        settings, principal = self._services.settings, running.principal
+        raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=running.body)
         body = await parse_object(raw, settings.max_json_string_bytes)
         if self._dialect.reads_url:
             body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
@@ -328,17 +286,21 @@ class SampleEndpoint(Endpoint):
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, failed_tool_text=settings.failed_tool_text)
-        own_fields = Engine.own_fields
-        if not own_fields.isdisjoint(call.body):
-            call.dropped_fields = sorted(own_fields.intersection(call.body))
-            call.body = {field: value for field, value in call.body.items() if field not in own_fields}
+        if not Engine.own_fields.isdisjoint(call.body):
+            self._drop_fields(call)
         arguments = call.body.get("chat_template_kwargs")
         if isinstance(arguments, dict) and FIELD in arguments:
-            call.dropped_fields = [*call.dropped_fields, FIELD]
+            self._services.metrics.dropped_fields.labels(FIELD).inc()
             call.body["chat_template_kwargs"] = {name: arguments[name] for name in arguments if name != FIELD}
         call.dialect = self._dialect
-        identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
+        session_id = scope["path_params"].get("session_id")
+        identify(call, session_id, running.request_headers, settings.ignored_ids, principal)
         return call, request_digest(call, raw)
+
+    def _drop_fields(self, call: Call) -> None:
+        for field in sorted(Engine.own_fields.intersection(call.body)):
+            self._services.metrics.dropped_fields.labels(field).inc()
+        call.body = {field: value for field, value in call.body.items() if field not in Engine.own_fields}
 
 
 def query_of(scope: Scope) -> dict[str, str]:

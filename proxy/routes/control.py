@@ -142,7 +142,8 @@ async def sessions_json(found: Sequence[Session], services: Services) -> list[Js
 
 async def with_columns(rows: list[Json], by: str, names: list[Any], services: Services, tenant: str) -> list[Json]:
     """Return rows of sessions, keys, policies or updates with the columns of the features that are on."""
-    wanted = [each for each in (*extensions.always_on(), *services.steps.columns) if by in each.of]
+    known = {each.name: each for each in (*extensions.always_on(), *services.steps.columns)}  # a step's own comes first
+    wanted = [each for each in known.values() if by in each.of]
     if not wanted:
         return rows
     values = await services.database.fetch(extensions.read_columns, by, tenant, names, wanted=wanted)

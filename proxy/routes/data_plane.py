@@ -9,7 +9,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
-from proxy.calls.resuming import read_turns
+from proxy.calls.earlier import read_turns
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
 from proxy.engines.http_client import Disconnected

@@ -27,8 +27,7 @@ from proxy.routes.control import (
 )
 from proxy.sessions.which import MAX_USER_ID, next_prefix
 from turnwise.store import consent, keys
-from turnwise.store.database import Connection
-from turnwise.types import DEFAULT_POLICY_NAME, ConsentMark, ConsentOf, Json, utc_now
+from turnwise.types import DEFAULT_POLICY_NAME, ConsentMark, ConsentOf, utc_now
 
 router = APIRouter(prefix="/v1/keys", route_class=CheckedRoute, tags=["keys"])
 consents = APIRouter(prefix="/v1/consent", route_class=CheckedRoute, tags=["sessions"])
@@ -50,13 +49,7 @@ class NewKey(Body):
 @router.get("", responses=describe_answer("KeyList"))
 async def list_keys(services: Here, principal: Caller) -> Response:
     """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
-
-    def read(connection: Connection) -> list[Json]:
-        used = keys.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
-        found = keys.list_keys(connection, principal.tenant)
-        return [{**record_json(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
-
-    rows = await services.database.fetch(read)
+    rows = [record_json(key) for key in await services.database.fetch(keys.list_keys, principal.tenant)]
     return page(await with_columns(rows, "key", [row["key_id"] for row in rows], services, principal.tenant))
 
 

@@ -246,7 +246,6 @@ UpdateAnswer = answer_model(
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
 TokensAnswer = answer_model("TokensAnswer", turns.TurnTokens)
 RecomputedAnswer = answer_model("RecomputedAnswer", turns.RecomputedLogprobs)
-BudgetAnswer = answer_model("BudgetAnswer", operations.Budget)
 ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(
     "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
@@ -276,10 +275,7 @@ PolicyPage = page_model(
 )
 
 
-TOKENS_USED = field(int, "Prompt and sampled tokens in the period of the budgets; 0 without budgets.")
-ListedKey = answer_model(
-    "ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED, **_columns("key")
-)
+ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", **_columns("key"))
 KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",

@@ -89,26 +89,6 @@ class Readiness:
     trainers: list[TrainerSummary]
 
 
-@dataclasses.dataclass(slots=True)
-class Spending:
-    """The tokens of one budget."""
-
-    token_budget: int | None
-    """Prompt and sampled tokens; null for no budget."""
-    tokens_used: int
-    """Counted while any budget is set."""
-
-
-@dataclasses.dataclass(slots=True)
-class Budget:
-    """The token budgets that the caller's calls are charged to."""
-
-    key: Spending
-    tenant: Spending
-    days: int | None
-    """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
-
-
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
     """Report that the process runs."""
@@ -182,14 +162,6 @@ async def counts(services: Here, principal: Caller) -> Response:
     """Count this tenant's sessions, turns and rewards, and the groups that wait for the trainer."""
     counted = await services.counts.read(principal.tenant)
     return answer({**dataclasses.asdict(counted.counts), "counted_at": counted.counted_at})
-
-
-@control.get("/budget", responses=describe_answer("BudgetAnswer"))
-async def budget(services: Here, principal: Caller) -> Response:
-    """Return the token budgets of the caller's key and tenant, and what is used of them."""
-    accounts = await services.budgets.accounts(principal)
-    key, tenant = [Spending(account.budget, account.num_tokens) for account in accounts]
-    return answer(Budget(key, tenant, services.budgets.days))
 
 
 @control.get("/updates", responses=describe_answer("UpdatePage"))

@@ -35,8 +35,8 @@ from proxy.routes.control import (
 )
 from proxy.routes.summaries import Summary, summarise_sessions, training_note
 from proxy.services import Services
+from proxy.sessions.pinnable import check_pinnable
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id, next_prefix
-from proxy.settings import check_pinnable
 from turnwise.store import consent, policies, search, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter

@@ -27,7 +27,6 @@ from proxy.sessions.conversation import (
     tool_call_ids,
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encode_ids
-from proxy.sessions.pins import Pins
 from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -181,12 +180,13 @@ class SessionCache(LiveSessions):
         settings: ProxySettings,
         metrics: Metrics,
         faults: FaultPoints,
-        pins: Pins,
+        opened: Sequence[Callable[[Session], Session]] = (),
     ) -> None:
         super().__init__(MAX_SESSIONS, settings.cache_share("turns"), settings.cache_share("tokens"))
         self.fields_read = NO_FIELDS
         """What the digests of its turns cover beside roles, text and tool calls."""
-        self.pins = pins
+        self._opened = opened
+        """What features make of a new session, before it is stored."""
         self._database = database
         self._writer = writer
         self._metrics = metrics
@@ -258,7 +258,9 @@ class SessionCache(LiveSessions):
         return turn.tokens
 
     async def _store(self, session: Session) -> tuple[Session, bool]:
-        stored, created = await self._writer.open(self.pins.opened(session))
+        for step in self._opened:
+            session = step(session)
+        stored, created = await self._writer.open(session)
         if created:
             self._faults.point("after_session_open")
             self._metrics.sessions.labels("created").inc()

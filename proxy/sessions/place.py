@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,13 +32,13 @@ from proxy.sessions.conversation import (
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
-from proxy.sessions.pins import Pins
 from proxy.sessions.rendering import RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 from proxy.sessions.which import check_id, end_user, next_id, next_prefix
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, PromptTooLong
+from turnwise.sampling import NUMBERS, with_numbers
 from turnwise.store import conversations, rewards
 from turnwise.store.database import Database
 from turnwise.types import Session, SessionStatus, Split, TokenIds, image_digests
@@ -90,14 +90,16 @@ class Sessions:
         settings: ProxySettings,
         metrics: Metrics,
         faults: FaultPoints | None = None,
-        policy_name: Callable[[int], str | None] = lambda _: None,
         context_tokens: Callable[[], float] = lambda: math.inf,
+        *,
+        opened: Sequence[Callable[[Session], Session]] = (),
+        entered: Sequence[Callable[[Call, Session, str], None]] = (),
     ) -> None:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
-        self.cache = SessionCache(
-            database, writer, settings, metrics, faults or FaultPoints(), Pins(settings, policy_name)
-        )
+        self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints(), opened)
+        self._entered = entered
+        """What features change of a call in its session, by the id of its key, before its conversation is read."""
         self._database = database
         self._writer = writer
         self._settings = settings
@@ -154,17 +156,20 @@ class Sessions:
     ) -> CallPlace:
         """Place a call in a session.
 
-        Pinned parameters replace the call's before its conversation is read, because the template prints some of them;
-        what `_read_to_search` returned is read again only where the session's own pins change that.
+        Features may replace parameters before its conversation is read, because the template prints some of them;
+        what `_read_to_search` returned is read again only where that depends on the session.
         """
         session = live.session
         # Where the caller has named the session, it is the session's own policy that samples what names none.
         if (call.names_policy or inferred_by is not None) and call.policy_id != session.policy_id:
             session = dataclasses.replace(session, policy_id=call.policy_id, arm=None)  # an arm is of the own policy
-        self.cache.pins.apply(call, session, principal.root_key_id)
-        is_pinned = bool(self._settings.sampling_pins or session.sampling)
+        if any(type(call.body[name]) is str for name in NUMBERS.keys() & call.body.keys()):
+            call.body = with_numbers(call.body)
+        asked = call.body
+        for step in self._entered:
+            step(call, session, principal.root_key_id)
         if searched is None or (
-            is_pinned and searched.context != context_digest(call.tools, template_arguments(call.body))
+            call.body is not asked and searched.context != context_digest(call.tools, template_arguments(call.body))
         ):
             searched = await self.conversations.read(call, principal, self.cache.fields_read)
         return CallPlace(live, session, live.forests[session.policy_id], searched, inferred_by)
@@ -202,14 +207,13 @@ class Sessions:
 
         A call that names no session is looked for by it, before its session is known.
         """
-        if not self._settings.sampling_pins:
-            return await self.conversations.read(call, principal, self.cache.fields_read)
-        asked = call.body
-        call.body = asked | self.cache.pins.pinned(_opened_by_call("", caller, call), principal.root_key_id)
+        asked, notes = call.body, call.notes
+        for step in self._entered:
+            step(call, _opened_by_call("", caller, call), principal.root_key_id)
         try:
             return await self.conversations.read(call, principal, self.cache.fields_read)
         finally:
-            call.body = asked
+            call.body, call.notes = asked, notes
 
     async def plan(self, place: CallPlace, call: Call) -> None:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""

@@ -19,8 +19,6 @@ from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.http.asgi import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import Conflict, InvalidRequest
-from turnwise.store import conversations
-from turnwise.store.database import Connection
 from turnwise.types import Json, Session
 
 Headers = Mapping[bytes, bytes]
@@ -268,18 +266,3 @@ def next_prefix(session_id: str) -> str:
 
 def next_id(session_id: str, number: int) -> str:
     return session_id if number == 1 else f"{next_prefix(session_id)}{number}"
-
-
-def newest_turn(connection: Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
-    """Return the newest turn with a whole reply in a conversation; None if it has none.
-
-    Args:
-        connection: an open transaction.
-        tenant: of the session.
-        session_id: the first session of the conversation.
-        conversation_id: the conversation.
-    """
-    newest = conversations.newest_generation(connection, tenant, next_prefix(session_id))
-    names = (next_id(session_id, number) for number in range(newest, 0, -1))
-    found = (conversations.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
-    return next(filter(None, found), None)

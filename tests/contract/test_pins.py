@@ -6,8 +6,8 @@ import httpx2
 import pytest
 from support.ledger_samples import add_session, finish
 
-from proxy.sessions.pins import Pins
-from proxy.settings import ProxySettings
+from proxy.features import Settings
+from proxy.features.pins import Pins
 from turnwise.errors import SettingsError
 from turnwise.store import arms
 from turnwise.types import Session, Split
@@ -74,7 +74,7 @@ def test_a_session_knows_the_agent_that_opened_it(start_proxy, fake_engine):
 def test_of_the_four_pins_the_keys_wins_over_the_policys_the_tenants_and_the_proxys():
     pins = {"key:k": {"top_k": 4}, "policy:p": {"top_k": 3, "top_p": 0.3}, "*": {"top_k": 1, "min_p": 0.1}}
     pins["tenant:t"] = {"top_k": 2, "top_p": 0.2, "seed": 2}
-    found = Pins(ProxySettings(sampling_pins=pins), {7: "p"}.get)
+    found = Pins(Settings(sampling_pins=pins), {7: "p"}.get)
     session = Session(session_id="s", tenant="t", policy_id=7)
     assert found.pinned(session, "k") == {"top_k": 4, "top_p": 0.3, "min_p": 0.1, "seed": 2}
     assert found.pinned(Session(session_id="s", tenant="u"), "l") == {"top_k": 1, "min_p": 0.1}
@@ -83,7 +83,7 @@ def test_of_the_four_pins_the_keys_wins_over_the_policys_the_tenants_and_the_pro
 @pytest.mark.parametrize("pins", [{"default": {}}, {"*": {"n": 2}}, {"key:k": {"messages": []}}])
 def test_a_pin_for_nobody_or_of_another_field_is_refused_at_the_start(pins):
     with pytest.raises((SettingsError, ValueError), match=r"pins for nobody|cannot be set for a whole session"):
-        ProxySettings(sampling_pins=pins)
+        Settings(sampling_pins=pins)
 
 
 def test_the_greedy_calls_of_the_exploring_sessions_are_sampled_at_a_temperature(start_proxy, fake_engine):
@@ -121,13 +121,13 @@ def test_an_exploring_call_has_no_seed_by_which_all_runs_of_its_task_would_sampl
 
 
 def test_exploration_takes_its_share_of_train_sessions_and_no_other():
-    pins = Pins(ProxySettings(explore=0.1), lambda _: None)
+    pins = Pins(Settings(explore=0.1), lambda _: None)
     sessions = [Session(session_id=f"s{number}") for number in range(10_000)]
     drawn = [session for session in sessions if pins.opened(session).explores is not None]
     assert 0.09 <= len(drawn) / 10_000 <= 0.11
     held_out = [Session(session_id=session.session_id, split=Split.EVAL) for session in drawn]
     assert all(pins.opened(session).explores is None for session in held_out)
-    assert Pins(ProxySettings(), lambda _: None).opened(drawn[0]).explores is None
+    assert Pins(Settings(), lambda _: None).opened(drawn[0]).explores is None
 
 
 def test_versions_are_compared_without_the_sessions_that_explored(database):

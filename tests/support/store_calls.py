@@ -16,7 +16,7 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import feedback, forks, labels, retention
+from turnwise.features import feedback, forks, labels, limits, retention
 from turnwise.features.labels import Label
 from turnwise.features.prices import read_costs
 from turnwise.store import (
@@ -226,9 +226,9 @@ def _keys(conn: sa.Connection) -> None:
     keys.list_keys(conn, "t")
     keys.set_budget(conn, key_id, 9)
     keys.revoke_key(conn, key_id, tenant="t")
-    keys.add_usage(conn, {("t", key_id, 1): 5})
-    keys.used_by_key(conn, "t", key_id, since_day=1)
-    keys.used_by_key(conn, "t", since_day=1)
+    limits.add_usage(conn, {("t", key_id, 1): 5})
+    limits.used_by_key(conn, "t", key_id, since_day=1)
+    limits.used_by_key(conn, "t", since_day=1)
 
 
 def _consent(conn: sa.Connection) -> None:

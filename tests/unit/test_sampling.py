@@ -2,8 +2,7 @@
 
 import pytest
 
-from proxy.sessions.pins import with_numbers
-from turnwise.sampling import count_not_trained, left_out_by, why_not_trained
+from turnwise.sampling import count_not_trained, left_out_by, why_not_trained, with_numbers
 
 GUIDANCE = "grammar_backend", "grammar_backend guidance"
 

@@ -110,11 +110,8 @@ def keys_list(tenant: str | None, place: DataPlace, *, as_json: bool) -> None:
     from turnwise.store import keys as stored_keys
 
     with place.store() as store, store.read() as conn:
-        used, columns = stored_keys.used_by_key(conn, tenant), extensions.read_columns(conn, "key", tenant)
-        found = [
-            columns.add({**values_of(key), "tokens_used": used.get(key.key_id, 0)}, key.key_id)
-            for key in stored_keys.list_keys(conn, tenant)
-        ]
+        columns = extensions.read_columns(conn, "key", tenant)
+        found = [columns.add(values_of(key), key.key_id) for key in stored_keys.list_keys(conn, tenant)]
     print_stored(found, "keys", place.database_url, as_json=as_json, columns=KEY_COLUMNS)
 
 

@@ -3,9 +3,9 @@
 The store knows none of them. A process imports this package at its top, before it opens a database.
 """
 
-from turnwise.features import labels, prices
+from turnwise.features import labels, limits, prices
 from turnwise.store import extensions
 
-EXTENSIONS: tuple[extensions.Extension, ...] = (labels.EXTENSION, prices.EXTENSION)
+EXTENSIONS: tuple[extensions.Extension, ...] = (labels.EXTENSION, limits.EXTENSION, prices.EXTENSION)
 
 extensions.use(EXTENSIONS)

@@ -14,7 +14,6 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,7 +21,7 @@ import sqlalchemy as sa
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store.policies import find_policy
 from turnwise.store.rows import RowFormat, StoredRow, to_micros
-from turnwise.store.schema import NO_TENANT, api_keys, consent_marks, policies, token_usage
+from turnwise.store.schema import NO_TENANT, api_keys, consent_marks, policies
 from turnwise.store.schema import secrets as secrets_table
 from turnwise.store.statements import insert_ignoring, insert_rows
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, ConsentOf, utc_now
@@ -34,7 +33,6 @@ _SESSION_KEYS = "session_keys"
 _KEYS_EXIST = "keys_exist"
 """The secret that exists since the first key; it is never deleted, also not with the key's tenant."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
-EPOCH = datetime.date(1970, 1, 1)
 
 
 class KeyRole(enum.StrEnum):
@@ -216,30 +214,3 @@ def _select_keys() -> sa.Select[*tuple[Any, ...]]:
 
 def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:
     return conn.execute(_select_keys().where(api_keys.c.key_id == key_id)).one_or_none()
-
-
-def day_of(instant: datetime.datetime) -> int:
-    return (instant.astimezone(datetime.UTC).date() - EPOCH).days
-
-
-def add_usage(conn: sa.Connection, amounts: Mapping[tuple[str, str, int], int]) -> None:
-    for (tenant, key_id, day), num_tokens in sorted(amounts.items()):
-        insert_ignoring(conn, token_usage, {"tenant": tenant, "key_id": key_id, "day": day, "num_tokens": 0})
-        conn.execute(
-            sa.update(token_usage)
-            .where(token_usage.c.tenant == tenant, token_usage.c.key_id == key_id, token_usage.c.day == day)
-            .values(num_tokens=token_usage.c.num_tokens + num_tokens)
-        )
-
-
-def used_by_key(
-    conn: sa.Connection, tenant: str | None = None, key_id: str | None = None, *, since_day: int | None = None
-) -> dict[str, int]:
-    """Return the tokens that each key used from a day on, of one key, of one tenant or of all."""
-    c = token_usage.c
-    found = sa.select(c.key_id, sa.func.sum(c.num_tokens)).group_by(c.key_id)
-    for column, value in ((c.tenant, tenant), (c.key_id, key_id)):
-        found = found if value is None else found.where(column == value)
-    if since_day is not None:
-        found = found.where(c.day >= since_day)
-    return {key_id: int(num_tokens) for key_id, num_tokens in conn.execute(found)}

@@ -337,16 +337,6 @@ consent_marks = sa.Table(
     sa.PrimaryKeyConstraint("tenant", "kind", "name"),
 )
 
-token_usage = sa.Table(
-    "token_usage",
-    metadata,
-    sa.Column("tenant", sa.Text, primary_key=True),
-    sa.Column("key_id", sa.Text, primary_key=True),
-    sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("num_tokens", sa.BigInteger, nullable=False),
-)
-"""Prompt and sampled tokens of each key by UTC day, in days since 1970."""
-
 secrets = sa.Table(
     "secrets",
     metadata,

@@ -125,8 +125,9 @@ async def post_feedback(
     template = services.sessions.template
     clean = services.redacted(wanted.value)
     given, group = await services.database.fetch(_feedback, template, principal, wanted, clean)
-    if group and (services.budgets.are_set or principal.has_budget):
-        await services.budgets.check(principal)
+    budgets = services.budgets
+    if group and budgets is not None and (budgets.are_set or principal.has_budget):
+        await budgets.check(principal)
     stored = await services.writer.do(
         feedback.add,
         given,
@@ -136,8 +137,8 @@ async def post_feedback(
         body_digest=body_digest(await request.body()),
         retrain=services.settings.retrain_revised,
     )
-    if stored.group_id == given.group_id:
-        services.budgets.charge(principal, _num_tokens(group))
+    if budgets is not None and stored.group_id == given.group_id:
+        budgets.charge(principal, _num_tokens(group))
     return answer(_feedback_json(stored))
 
 

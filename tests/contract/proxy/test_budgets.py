@@ -8,10 +8,11 @@ from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
 from proxy import auth
-from proxy.limits import budgets
+from proxy.features.limits import budgets
 from proxy.writer.client import Writer
 from turnwise.client.wire import error_of
 from turnwise.errors import BudgetSpent, StoreUnavailable
+from turnwise.features import limits
 from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.types import utc_now
@@ -150,12 +151,12 @@ def test_counted_tokens_and_forks_count_for_rates(tmp_path):
 def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tmp_path):
     """Two days: yesterday counts, the day before it does not."""
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
-        key, today = make_key(database), keys.day_of(utc_now())
+        key, today = make_key(database), limits.day_of(utc_now())
         with database.write() as connection:
-            keys.add_usage(connection, {("acme", "k", today - 2): 1000})
+            limits.add_usage(connection, {("acme", "k", today - 2): 1000})
         used(ask(http, key))
         with database.write() as connection:
-            keys.add_usage(connection, {("acme", "k", today - 1): 100})
+            limits.add_usage(connection, {("acme", "k", today - 1): 100})
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
         refused = ask(http, key)
         assert "tokens in the last 2 days (UTC); wait for 00:00 UTC" in refused.json()["error"]["message"]

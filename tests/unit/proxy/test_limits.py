@@ -9,14 +9,15 @@ import pytest
 from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
-from proxy.limits.calls import Bucket, Limits
+from proxy.features import Settings
+from proxy.features.limits.calls import Bucket, Limits
 from proxy.metrics import Metrics
-from proxy.settings import ProxySettings
 from turnwise.errors import Overloaded
 
 
 def make_limits(**settings: Any) -> Limits:
-    return Limits(ProxySettings(**settings), Metrics())
+    given = Settings(**settings)
+    return Limits(given, given.max_concurrent_calls, Metrics())
 
 
 def caller(key_id: str, tenant: str = "default") -> Principal:
@@ -40,7 +41,7 @@ def test_a_call_is_counted_only_where_there_is_a_limit():
 
 async def test_a_call_over_the_limit_of_the_proxy_is_refused_with_the_time_to_retry():
     metrics = Metrics()
-    limits = Limits(ProxySettings(max_concurrent_calls=7), metrics)
+    limits = Limits(Settings(), 7, metrics)
     assert limits.max_calls == 7
     refused = limits.full()
     assert (str(refused), refused.retry_after_seconds) == ("the proxy is at its limit; retry after 1 s", 1)
@@ -58,7 +59,7 @@ async def test_one_key_at_its_limit_does_not_stop_another():
 
 
 async def test_keys_that_call_no_more_are_forgotten_where_there_are_many(monkeypatch):
-    monkeypatch.setattr("proxy.limits.calls.MAX_SCOPES", 2)
+    monkeypatch.setattr("proxy.features.limits.calls.MAX_SCOPES", 2)
     limits = make_limits(key_max_calls=1)
     await limits.admit(caller("busy"))
     for number in range(9):
@@ -146,7 +147,7 @@ async def test_a_call_that_waits_for_its_rate_limit_is_admitted_when_the_bucket_
 
 
 def test_each_worker_gets_its_share_of_the_limits_rounded_up():
-    shared = ProxySettings(workers=3, max_concurrent_calls=100, key_max_calls=2, cache_bytes=9, queue_seconds=1.0)
+    shared = Settings(workers=3, max_concurrent_calls=100, key_max_calls=2, cache_bytes=9, queue_seconds=1.0)
     share = shared.divided()
     assert (share.max_concurrent_calls, share.key_max_calls, share.cache_bytes) == (34, 1, 3)
     assert share.tenant_max_calls is None

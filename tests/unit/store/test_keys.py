@@ -4,7 +4,7 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.features import retention
+from turnwise.features import limits, retention
 from turnwise.store import keys, schema
 from turnwise.store.keys import KeyRole
 
@@ -80,6 +80,6 @@ def test_all_processes_share_one_server_secret(database):
 def test_a_deleted_tenant_leaves_no_usage(database):
     with database.write() as connection:
         keys.create_key(connection, "a", keys.KeyRole.AGENT, "")
-        keys.add_usage(connection, {("a", "k", 1): 3, ("b", "k", 1): 4})
+        limits.add_usage(connection, {("a", "k", 1): 3, ("b", "k", 1): 4})
         retention.delete_tenant(connection, "a")
-        assert (keys.used_by_key(connection, "a"), keys.used_by_key(connection, "b")) == ({}, {"k": 4})
+        assert (limits.used_by_key(connection, "a"), limits.used_by_key(connection, "b")) == ({}, {"k": 4})

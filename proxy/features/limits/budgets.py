@@ -19,10 +19,11 @@ import time
 import cachetools
 
 from proxy.auth import OPEN, Principal
+from proxy.features.limits.settings import LimitSettings
 from proxy.metrics import Metrics
-from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BudgetSpent, StoreError
+from turnwise.features.limits import add_usage, day_of, used_by_key
 from turnwise.store import keys
 from turnwise.store.database import Connection, Database
 from turnwise.types import utc_now
@@ -60,7 +61,7 @@ class Account:
 class Budgets:
     """Checks and charges budgets."""
 
-    def __init__(self, settings: ProxySettings, database: Database, writer: Writer, metrics: Metrics) -> None:
+    def __init__(self, settings: LimitSettings, database: Database, writer: Writer, metrics: Metrics) -> None:
         self._key_budget = settings.key_token_budget
         self._tenant_budget = settings.tenant_token_budget
         self.days = settings.token_budget_days
@@ -98,7 +99,7 @@ class Budgets:
 
     def since_day(self) -> int | None:
         """Return the first day that budgets count; None for all days."""
-        return None if self.days is None else keys.day_of(utc_now()) - self.days + 1
+        return None if self.days is None else day_of(utc_now()) - self.days + 1
 
     def charge(self, principal: Principal, num_tokens: int) -> None:
         """Add a call's tokens to its accounts, for the store's next transaction if a budget counts them."""
@@ -109,7 +110,7 @@ class Budgets:
             self._at_once.set()
         for key_id in (principal.root_key_id, None):
             self._account(principal.tenant, key_id).num_tokens += num_tokens
-        place = (principal.tenant, principal.root_key_id, keys.day_of(utc_now()))
+        place = (principal.tenant, principal.root_key_id, day_of(utc_now()))
         self._unwritten[place] = self._unwritten.get(place, 0) + num_tokens
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
@@ -130,7 +131,7 @@ class Budgets:
     def _read(self, connection: Connection, accounts: list[Account]) -> None:
         since = self.since_day()
         for account in accounts:
-            stored = keys.used_by_key(connection, account.tenant, account.key_id, since_day=since)
+            stored = used_by_key(connection, account.tenant, account.key_id, since_day=since)
             account.num_tokens = sum(stored.values()) + self._unstored(account)
             account.budget = self._tenant_budget
             if account.key_id is not None:
@@ -155,7 +156,7 @@ class Budgets:
             self._at_once.clear()
             self._in_write, self._unwritten = self._unwritten, {}
             try:
-                await self._writer.do(keys.add_usage, self._in_write)
+                await self._writer.do(add_usage, self._in_write)
             except StoreError as error:
                 self._metrics.background_errors.labels("budgets").inc()
                 log.warning("the tokens of budgets could not be stored, will retry with the next call: %s", error)

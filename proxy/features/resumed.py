@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from proxy.auth import Principal
-from proxy.dialects.base import Call
-from proxy.sessions.which import EXPLICIT_SOURCES, newest_turn
+from proxy.calls.earlier import read_turns
+from proxy.calls.steps import CallStep
+from proxy.sessions.which import EXPLICIT_SOURCES, next_id, next_prefix
 from turnwise.errors import InvalidRequest, NotFound
-from turnwise.store import turns
-from turnwise.store.database import Connection, Database
+from turnwise.store import conversations
 from turnwise.store.media import read_media
-from turnwise.store.turns import TurnView
 from turnwise.types import NOT_RECORDED, image_digests
 
-
-async def read_turns(database: Database, turn_ids: Sequence[str], principal: Principal) -> dict[str, TurnView]:
-    """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""
-
-    def read(connection: Connection) -> dict[str, TurnView]:
-        found = {}
-        for turn_id in dict.fromkeys(turn_ids):
-            with contextlib.suppress(NotFound):
-                found[turn_id] = turns.read_turn(connection, principal.tenant, turn_id)
-        return found
-
-    views = await database.fetch(read)
-    own = principal.session_id
-    return {turn_id: view for turn_id, view in views.items() if own is None or view.turn.session_id == own}
+if TYPE_CHECKING:
+    from proxy.auth import Principal
+    from proxy.calls.capture import Running
+    from proxy.dialects.base import Call
+    from proxy.services import Services
+    from turnwise.store.database import Connection, Database
 
 
-async def resume(database: Database, call: Call, principal: Principal) -> None:
+class Resumed(CallStep):
+    """Puts what a call continues without repeating it before its messages."""
+
+    dialects = frozenset({"responses", "messages"})
+
+    def __init__(self, services: Services) -> None:
+        self._database = services.database
+
+    async def asked(self, running: Running) -> None:
+        if running.call.previous_turn_id is not None or running.call.conversation_id is not None:
+            await _resume(self._database, running.call, running.principal)
+
+
+async def _resume(database: Database, call: Call, principal: Principal) -> None:
     """Put the conversation that a call continues without repeating it before the call's messages.
 
     The previous turn that a call names also names its session; a `conversation` is looked up in the call's session.
@@ -48,7 +50,7 @@ async def resume(database: Database, call: Call, principal: Principal) -> None:
                 "conversation as `input`",
                 param="conversation",
             )
-        previous = await database.fetch(newest_turn, principal.tenant, call.session_id, call.conversation_id)
+        previous = await database.fetch(_newest_turn, principal.tenant, call.session_id, call.conversation_id)
     if previous is None:  # the first call of the conversation
         return
     earlier = (await read_turns(database, [previous], principal)).get(previous)
@@ -63,3 +65,18 @@ async def resume(database: Database, call: Call, principal: Principal) -> None:
         call.images = await database.fetch(read_media, principal.tenant, digests, session_id=session_id)
     if call.conversation_id is None and call.session_source not in EXPLICIT_SOURCES:
         call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"
+
+
+def _newest_turn(connection: Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
+    """Return the newest turn with a whole reply in a conversation; None if it has none.
+
+    Args:
+        connection: an open transaction.
+        tenant: of the session.
+        session_id: the first session of the conversation.
+        conversation_id: the conversation.
+    """
+    newest = conversations.newest_generation(connection, tenant, next_prefix(session_id))
+    names = (next_id(session_id, number) for number in range(newest, 0, -1))
+    found = (conversations.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
+    return next(filter(None, found), None)

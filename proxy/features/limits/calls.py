@@ -9,62 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import math
-import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from proxy.auth import Principal
+from proxy.features.limits.settings import LimitSettings
 from proxy.metrics import Metrics
-from proxy.settings import ProxySettings
 from turnwise.errors import Overloaded
 
 MAX_SCOPES = 10_000
 """Keys and tenants that are remembered; idle ones beyond that are dropped."""
-
-
-class Places:
-    """The places of one process for clients that may read for a long time, with a share for each tenant."""
-
-    def __init__(self, does: str, total: int, of_tenant: int) -> None:
-        """`does` says what such clients do, as `listen to events`."""
-        self._does = does
-        self._total = total
-        self._of_tenant = of_tenant
-        self._taken: list[str] = []
-        self._lock = threading.Lock()
-
-    def num_taken(self) -> int:
-        return len(self._taken)
-
-    def check(self, tenant: str) -> None:
-        """Check that there is a place.
-
-        Raises:
-            Overloaded: all are taken, or all of the tenant.
-        """
-        if self._taken.count(tenant) >= self._of_tenant:
-            raise Overloaded(
-                f"{self._of_tenant} clients of this tenant {self._does}, which is the limit; close one, or retry later"
-            )
-        if len(self._taken) >= self._total:
-            raise Overloaded(f"{self._total} clients {self._does}, which is the limit; retry later")
-
-    @contextlib.contextmanager
-    def taken(self, tenant: str) -> Iterator[None]:
-        """Take a place for the block, in any thread.
-
-        Raises:
-            Overloaded: as `check`.
-        """
-        with self._lock:
-            self.check(tenant)
-            self._taken.append(tenant)
-        try:
-            yield
-        finally:
-            self._taken.remove(tenant)
 
 
 class Rule(NamedTuple):
@@ -137,21 +91,16 @@ class Waiter(NamedTuple):
 class Limits:
     """Admits calls."""
 
-    def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
+    def __init__(self, settings: LimitSettings, max_calls: int, metrics: Metrics) -> None:
         self._key_rule = Rule(settings.key_max_calls, settings.key_requests_per_minute, settings.key_tokens_per_minute)
         self._tenant_rule = Rule(
             settings.tenant_max_calls, settings.tenant_requests_per_minute, settings.tenant_tokens_per_minute
         )
         self._queue_seconds = settings.queue_seconds
         self._metrics = metrics
-        self._everybody = Scope("proxy", Rule(settings.max_concurrent_calls if self._queue_seconds else None), 0.0)
-        self.max_calls = math.inf if self._queue_seconds else settings.max_concurrent_calls
+        self._everybody = Scope("proxy", Rule(max_calls if self._queue_seconds else None), 0.0)
+        self.max_calls = math.inf if self._queue_seconds else max_calls
         """Most calls that may run at once; no limit with a queue, where `admit` has it."""
-        self.num_calls = 0
-        """Calls that run: from their admission, which counts them, to the last byte of their reply."""
-        self.idle = asyncio.Event()
-        """Set while there are none."""
-        self.idle.set()
         self._scopes: dict[str, Scope] = {}
         self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
         """Waiting calls by key; the first key is served next."""

@@ -8,15 +8,25 @@ The session is chosen, not the call: an episode is of one kind, and comparisons 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from proxy.dialects.base import Call
-from proxy.settings import ProxySettings
-from turnwise.sampling import NUMBERS
+from pydantic import Field, field_validator
+
+from proxy.calls.steps import CallStep
+from proxy.sessions.pinnable import check_pinnable
+from turnwise.sampling import with_numbers
+from turnwise.settings import FromJson, Settings
 from turnwise.store.arms import takes
 from turnwise.types import Json, Session, Split
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+    from proxy.calls.capture import Running
+    from proxy.dialects.base import Call
+    from proxy.metrics import Counted
+    from proxy.services import Services
 
 ASKED = "asked"
 """Key of a turn's sampling with what the call asked for in the place of pinned parameters, None where it set none."""
@@ -26,10 +36,31 @@ _EXPLORATION = -1
 """Stands for a version where the sessions that explore are drawn."""
 
 
+class PinSettings(Settings):
+    """Sampling that replaces what calls ask for."""
+
+    sampling_pins: Annotated[dict[str, dict[str, Any]], FromJson] = Field(default={})
+    """Sampling parameters that replace those of calls, as JSON: of all under `*`, of some under `tenant:NAME`,
+    `policy:NAME` and `key:ID`. A later one of these four wins over an earlier one, and a session's own over all."""
+    explore: float = Field(default=0.0, ge=0, le=1)
+    """Share of the sessions whose calls at temperature 0, which teach nothing, sample at `explore_temperature`: chosen
+    by session, never of `eval` sessions, canaries and hold-outs, and left out where versions are compared."""
+    explore_temperature: float = Field(default=1.0, gt=0)
+
+    @field_validator("sampling_pins")
+    @classmethod
+    def _can_be_pinned(cls, pins: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, sampling in pins.items():
+            if name != "*" and name.partition(":")[0] not in ("tenant", "policy", "key"):
+                raise ValueError(f"{name!r} pins for nobody; write *, tenant:NAME, policy:NAME or key:ID")
+            check_pinnable(sampling)
+        return pins
+
+
 class Pins:
     """Replaces parameters of calls."""
 
-    def __init__(self, settings: ProxySettings, policy_name: Callable[[int], str | None]) -> None:
+    def __init__(self, settings: PinSettings, policy_name: Callable[[int], str | None]) -> None:
         self._pins: Mapping[str, Json] = settings.sampling_pins
         self._share, self._temperature = settings.explore, settings.explore_temperature
         self._policy_name = policy_name
@@ -49,10 +80,10 @@ class Pins:
             merged |= self._pins.get(name, {})
         return merged | session.sampling
 
-    def apply(self, call: Call, session: Session, key_id: str) -> None:
-        """Replace a call's parameters, and texts of numbers; note what it asked for, and whether it explores."""
+    def entered(self, call: Call, session: Session, key_id: str) -> None:
+        """Replace a call's parameters; note what it asked for, and whether it explores."""
         used = self.pinned(session, key_id) if self._pins else session.sampling
-        asked = call.body = with_numbers(call.body)
+        asked = call.body
         is_greedy = session.explores is not None and with_numbers({**asked, **used}).get("temperature") == 0
         if is_greedy:
             used = {**used, "temperature": session.explores}
@@ -64,19 +95,19 @@ class Pins:
             call.body = with_numbers({**asked, **used})
 
 
-def with_numbers(fields: Json) -> Json:
-    """Return the fields of a request with numbers in the place of their texts; other values stay."""
-    found = {name: _number(value, NUMBERS[name]) for name, value in fields.items() if name in NUMBERS}
-    return fields | found if any(isinstance(fields[name], str) for name in found) else fields
+class PinStep(Pins, CallStep):
+    """Pins what the operator or the session's creator wants, and lets greedy sessions explore."""
 
+    counters: ClassVar[Mapping[str, Counted]] = {
+        "explored": ("turnwise_explored", "Greedy calls that were sampled at a temperature", ())
+    }
+    explored: Counter
 
-def _number(value: Any, kind: type[int | float]) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    if not math.isfinite(number):
-        return value
-    return int(number) if kind is int and number.is_integer() else number
+    def __init__(self, services: Services) -> None:
+        settings, pool = services.settings, services.pool
+        assert isinstance(settings, PinSettings)
+        super().__init__(settings, lambda policy_id: pool.policy_names.get(policy_id))  # noqa: PLW0108  names are replaced
+
+    async def placed(self, running: Running) -> None:
+        if EXPLORED in running.call.notes:
+            self.explored.inc()
