@@ -30,7 +30,7 @@ from trainer.features.supports.grammars import GrammarMasks
 from trainer.features.supports.processors import Processing, RowProcessors, SampledTurn
 from trainer.features.supports.turns import TurnProcessors
 from turnwise.engine_plugin.supports import from_text, to_text
-from turnwise.support import pack, unpack
+from turnwise.features.supports import pack, unpack
 
 TURN_TOKENS, SUPPORT_SIZES = 200, (3, 20, 300)
 HEADS, HEAD_WIDTH = 4, 32

@@ -12,6 +12,7 @@ from proxy.app import create_app
 from proxy.auth import MAY, PHRASES
 from proxy.routes.openapi import describe
 from turnwise.chains import EID, Experience
+from turnwise.features import PARTS
 from turnwise.settings import field_docs
 
 Schema = Mapping[str, Any]
@@ -74,7 +75,10 @@ def api() -> str:
     ):
         rows = _fields(schemas[name], schemas, with_required=False)
         parts.append("\n".join([f"## {title}, field by field", "", *rows]) + "\n")
-    lines = [f"| `{_experience_name(name)}` | {text} |" for name, text in field_docs(Experience).items()]
+    fields = field_docs(Experience)
+    del fields["parts"]
+    of_parts = {name: text for part in PARTS for name, text in part.joined_fields.items()}
+    lines = [f"| `{_experience_name(name)}` | {text} |" for name, text in (fields | of_parts).items()]
     eid = ", ".join(f"`{name}`" for name in EID.__dataclass_fields__)
     about_eid = f"Its identity: {eid}. `batch` is the group, `suffix` the id of its first turn."
     parts.append(EXPERIENCE + "\n".join([f"| `eid` | {about_eid} |", *lines]) + "\n")

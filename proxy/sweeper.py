@@ -85,7 +85,7 @@ class Sweeper:
             return
         self._sampling_at = time.monotonic() + SAMPLING_SECONDS
         newest = await self._database.fetch(turns.newest_samplings, None)
-        reasons = {left_out_by(each, has_support=has_support) for each, has_support in newest} - {None}
+        reasons = {left_out_by(*each) for each in newest} - {None}
         if reasons - self._left_out_by:
             log.warning("%s %s", count_not_trained(newest), ADVICE)
         self._left_out_by = reasons

@@ -23,9 +23,9 @@ from torch import Tensor
 from trainer.features.supports.processors import SampledTurn, apply_to_turn
 from trainer.features.supports.turns import TurnProcessors, Vocabulary, processors
 from trainer.model.loading import is_capped, model_class, read_config
-from turnwise.sampling import temperature_of
+from turnwise.features.supports import unpack
+from turnwise.sampling import SUPPORT, temperature_of
 from turnwise.store.turns import TurnView
-from turnwise.support import unpack
 from turnwise.types import PolicyKind, PolicyVersion, image_digests
 from turnwise.verify.records import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
@@ -89,7 +89,7 @@ class ForwardChecker:
             return f"the files of version {turn.policy_version_first} are not on this machine"
         base = _base_of(version)
         vocabulary = self._vocabularies.setdefault(base, Vocabulary(base))
-        support = None if turn.support is None else unpack(turn.support)
+        support = unpack(turn.parts[SUPPORT]) if SUPPORT in turn.parts else None
         found = processors(turn.sampling, view.prompt_token_ids, turn.token_ids, support, vocabulary)
         return f"sampled with {found}, which cannot be applied again" if isinstance(found, str) else found
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from turnwise.support import TRUNCATING
 from turnwise.types import TOOL_GRAMMAR, Json
 
 GREEDY = "greedy"
+SUPPORT = "support"
+"""The part of a turn that has the ids which these leave."""
+TRUNCATING: Mapping[str, Callable[[Any], bool]] = {
+    "top_p": lambda value: value < 1,
+    "top_k": lambda value: value > 0,
+    "min_p": lambda value: value > 0,
+}
+"""Sampling parameters that leave a part of the vocabulary, which depends on the engine's own logits, and when."""
 GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT = "grammar_backend", "grammar_is_compact"
 """Sampling parameters that are stored where an engine was told which library masks by grammars, and that JSON has no
 white space."""
@@ -39,8 +46,8 @@ NUMBERS: Mapping[str, type[int | float]] = {
     **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), float),
 }
 """Parameters that are numbers; vLLM takes the text of one too."""
-Sampled: TypeAlias = tuple[Json, bool]
-"""The sampling parameters of a turn, and whether its support is stored."""
+Sampled: TypeAlias = tuple[Json, Container[str]]
+"""The sampling parameters of a turn, and the names of its parts."""
 ADVICE = "Only `sft`, `dpo` and `correction` train such turns; for others set the `sampling` of sessions."
 
 
@@ -76,18 +83,18 @@ def not_replayed(sampling: Json) -> str | None:
     return None if TOOL_GRAMMAR in sampling else first_of(FORCED, sampling)
 
 
-def left_out_by(sampling: Json, *, has_support: bool) -> str | None:
+def left_out_by(sampling: Json, parts: Container[str]) -> str | None:
     """Return why no ratio can be computed for a turn: `greedy`, or the name of a parameter; None if it can."""
     if temperature_of(sampling) <= 0:
         return GREEDY
     if name := unreadable(sampling):
         return name
-    return None if has_support else first_of(TRUNCATING, sampling) or not_replayed(sampling)
+    return None if SUPPORT in parts else first_of(TRUNCATING, sampling) or not_replayed(sampling)
 
 
-def why_not_trained(sampling: Json, *, has_support: bool) -> str | None:
+def why_not_trained(sampling: Json, parts: Container[str]) -> str | None:
     """Return the same in words, such as `temperature 0` or `top_p 0.9`."""
-    name = left_out_by(sampling, has_support=has_support)
+    name = left_out_by(sampling, parts)
     if name is None or name == GREEDY:
         return name and "temperature 0"
     if name == TOOL_GRAMMAR:
@@ -98,7 +105,7 @@ def why_not_trained(sampling: Json, *, has_support: bool) -> str | None:
 
 def count_not_trained(turns: Sequence[Sampled]) -> str | None:
     """Return how many of these turns are not trained and why, as a sentence; None if none is left out."""
-    found = (why_not_trained(sampling, has_support=has_support) for sampling, has_support in turns)
+    found = (why_not_trained(sampling, parts) for sampling, parts in turns)
     reasons = Counter(reason for reason in found if reason is not None)
     if not reasons:
         return None

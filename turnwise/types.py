@@ -27,6 +27,8 @@ Json = dict[str, Any]
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one dimension."""
+Parts = dict[str, bytes]
+"""The parts of a turn by name; see `turnwise.parts`."""
 
 
 GroupKey = tuple[str, str]
@@ -270,32 +272,6 @@ def _session_of(*values: Any) -> Session:
     return Session(**dict(zip(_SESSION_FIELDS, values, strict=True)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedImage:
-    """An image of a prompt, and where its placeholder lies in the ids of its chain, counted from the root on."""
-
-    digest: str
-    """SHA-256 of the image's file, in hexadecimal."""
-    offset: int
-    length: int
-    """Number of ids that the engine's processor put there: marks around and between the tiles too."""
-    runs: tuple[tuple[int, int], ...]
-    """Offset and length of each run of ids whose embeddings are the image's features."""
-    processor: str = ""
-    """Digest of the settings of the engine's processor; empty where the engine did not say."""
-    pixels: str = ""
-    """Digest of what the processor made of the image; empty where the engine did not say."""
-    content: bytes = dataclasses.field(default=b"", repr=False)
-    """The file; empty except in experiences that a trainer has claimed."""
-
-    @classmethod
-    def of_json(cls, fields: Json) -> PlacedImage:
-        return cls(**{**fields, "runs": tuple((offset, length) for offset, length in fields["runs"])})
-
-    def as_json(self) -> Json:
-        return {name: getattr(self, name) for name in ("digest", "offset", "length", "runs", "processor", "pixels")}
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Turn:
     """One model call with one sampled choice; it stores only the tokens and messages after its parent.
@@ -365,15 +341,8 @@ class Turn:
     ttft_seconds: float | None = None
     """Time from the call to the first token; None without a token, or if the first token's time is unknown."""
     duration_seconds: float = 0.0
-    routed_experts: bytes | None = None
-    """Experts by layer to which the engine routed this turn's tokens, as an .npy array: from the token before
-    `prompt_delta` to the last but one of `token_ids`. None where the engine did not return them."""
-    support: bytes | None = None
-    """The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, as `turnwise.support.pack` writes
-    them; None if they cut nothing off, or the engine did not say what."""
-    images: list[Json] | None = None
-    """The images in `prompt_delta`, in order, each as a `PlacedImage`; None without one, or if their places are not
-    known."""
+    parts: Parts = dataclasses.field(default_factory=dict)
+    """What features keep of it, by the feature's name for it, as `turnwise.parts` packs them."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
 

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from proxy.engines.vllm_forms import truncates
 from proxy.features.pins import Pins
 from proxy.sessions.template import ChatTemplate, Continued
+from turnwise.features.supports import SUPPORT, pack
 from turnwise.store import serving
 from turnwise.store.database import Database
 from turnwise.store.sessions import create_session
 from turnwise.store.turns import append_turns
-from turnwise.support import pack
 from turnwise.types import Json, Session, Turn
 
 Result = TypeVar("Result")
@@ -317,7 +317,7 @@ class InProcessProxy:
             token_ids=np.array(sampled.token_ids, np.int32),
             logprobs=np.array(sampled.logprobs, np.float32),
             sampling=call.sampling,
-            support=pack(sampled.support) if sampled.support else None,
+            parts={SUPPORT: pack(sampled.support)} if sampled.support else {},
             finish_reason="stop" if sampled.token_ids[-1] in self._template.end_tokens else "length",
             policy_version_first=self._version,
             policy_version_last=self._version,

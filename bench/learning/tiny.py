@@ -34,11 +34,11 @@ from trainer.model.loading import model_class, read_config
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
+from turnwise.features.supports import SUPPORT, pack
 from turnwise.store import serving, sessions
 from turnwise.store.database import Database
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
-from turnwise.support import pack
 from turnwise.types import IMPORT, Credit, Json, Reward, Session, Turn
 from turnwise.types import Outcome as TurnOutcome
 
@@ -143,7 +143,7 @@ class TinyRun:
                 dataclasses.replace(
                     turn,
                     sampling=asked[index],
-                    support=pack(of_turn[index]) if truncates(asked[index], {}) else None,
+                    parts={SUPPORT: pack(of_turn[index])} if truncates(asked[index], {}) else {},
                 )
                 for index in own
                 for turn, of_turn in zip(

@@ -29,6 +29,9 @@ from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
+from turnwise.features.experts import EXPERTS
+from turnwise.features.images import IMAGES, pack_images
+from turnwise.sampling import SUPPORT
 from turnwise.store.media import Media
 from turnwise.types import Json, Outcome, TokenIds, image_digests, utc_now
 
@@ -194,7 +197,9 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             encoded_logprobs=choice.logprobs,
         )
         if images is not None:
-            turn.images = images if turn.parent_turn_id is None else images[len(place.places) :] or None
+            added = images if turn.parent_turn_id is None else images[len(place.places) :]
+            if added:
+                turn.parts[IMAGES] = pack_images(added)
         if call.images and not turns:
             turn.media = _media_of(call, turn)
         has_places, is_planned = images is not None, index < call.num_choices
@@ -204,7 +209,9 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             turn.request_key, turn.request_digest = running.attempt.stored_key(index), running.attempt.digest
         if choice.routed_experts is not None:
             start = 0 if turn.parent_turn_id is None else turn.prompt_length - len(turn.prompt_delta)
-            turn.encoded_routing = choice.routed_experts, start, turn.prompt_length + len(choice.token_ids)
+            turn.given[EXPERTS] = choice.routed_experts, start, turn.prompt_length + len(choice.token_ids)
+        if call.asks_support:
+            turn.given[SUPPORT] = ()
         turns.append(turn)
     return turns
 
@@ -222,7 +229,6 @@ def _common(running: Running) -> dict[str, Any]:
         "dialect": call.dialect.name,
         "sampling": call.sampling if lane is None else lane.engine.effective_sampling(call),
         "logprobs": NO_LOGPROBS,
-        "asks_support": call.asks_support,
         "policy_version_first": running.version_first,
         "policy_version_last": running.version_last,
         "inferred_by": running.place.inferred_by,

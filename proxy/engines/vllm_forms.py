@@ -24,7 +24,7 @@ from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.images import FIELD as PLACES
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.errors import InvalidRequest
-from turnwise.support import TRUNCATING
+from turnwise.sampling import TRUNCATING
 from turnwise.types import IMAGE_URL, Json
 from turnwise.verify.engine import CHAT_ROUTE
 

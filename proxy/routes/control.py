@@ -33,12 +33,12 @@ from proxy.settings import ProxySettings
 from turnwise.chains import is_trainable
 from turnwise.errors import FilesNotRead, NotFound
 from turnwise.json_text import dumps, loads
+from turnwise.parts import turn_fields
 from turnwise.sampling import why_not_trained
 from turnwise.store import extensions, keys, policies, selection
 from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.support import support_json
 from turnwise.types import MAX_REWARD, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
 from turnwise.version_directory import exist_on_disk
 
@@ -59,7 +59,7 @@ HIDDEN: dict[type, frozenset[str]] = {
             "request_key",
             "request_digest",
             "inferred_by",
-            "routed_experts",
+            "parts",
             "digest",
             "policy_id",
         }
@@ -193,13 +193,13 @@ def turn_json(view: TurnView) -> Json:
         "trained_in": view.trained_in,
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
-        "support": support_json(view.turn.support),
+        **turn_fields(view.turn.parts),
         "not_trained": _not_trained(view.turn),
     }
 
 
 def _not_trained(turn: Turn) -> str | None:
-    return why_not_trained(turn.sampling, has_support=turn.support is not None) if is_trainable(turn) else None
+    return why_not_trained(turn.sampling, turn.parts) if is_trainable(turn) else None
 
 
 def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from proxy.routes import operations, rewards, sessions, turns
 from proxy.routes.control import PUBLIC
 from proxy.routes.keys import Consent
 from proxy.routes.summaries import Summary, UpdateSummary
+from turnwise import parts
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store import arms, extensions, keys, overview, policies, updates
@@ -162,17 +163,13 @@ TurnAnswer = answer_model(
     "TurnAnswer",
     Turn,
     "One model call. `messages`, `tools`, `prompt_token_ids` are what it adds; with `prompt=whole` the whole prompt.",
+    **{name: field(*declared) for part in parts.known.values() for name, declared in part.fields.items()},
     messages=field(
         list[Json], "Messages after the reply of its parent, at the root all of them; or those of the whole prompt."
     ),
     tools=field(list[Json] | None, "Tool schemas, at the root of a chain; with the whole prompt for every turn."),
     prompt_token_ids=field(
         list[int], "Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
-    ),
-    support=field(
-        list[list[int] | None] | None,
-        "The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, null where they are not "
-        "known; null if they cut nothing off, or the engine did not say what. [R]",
     ),
     policy=field(str | None, "The name of the policy that sampled it."),
     not_trained=field(

@@ -22,6 +22,7 @@ from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.errors import Conflict, NotFound
+from turnwise.features.images import placed_images
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
@@ -165,7 +166,7 @@ def _tokens(
         pieces={str(token): piece for token, piece in pieces.items()},
         characters=[] if template is None else list(characters(token_ids.tolist(), pieces, template.text_of)),
         special_ids=[token for token, piece in pieces.items() if piece in special],
-        images=[image for turn in path for image in turn.images or ()],
+        images=[image for turn in path for image in placed_images(turn)],
     )
 
 

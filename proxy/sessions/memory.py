@@ -31,6 +31,7 @@ from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
+from turnwise.features.images import placed_images
 from turnwise.json_text import dumps
 from turnwise.store import conversations, sessions
 from turnwise.store.database import Connection, Database
@@ -361,6 +362,6 @@ def known_turn(
         system_digest=system_digest,
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        places=tuple([(image["offset"], image["length"]) for image in turn.images or ()]),
+        places=tuple([(image["offset"], image["length"]) for image in placed_images(turn)]),
         tokens=tokens,
     )

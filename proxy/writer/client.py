@@ -23,6 +23,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
 from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
 from turnwise.errors import StoreUnavailable
+from turnwise.features.experts import EXPERTS
 from turnwise.store import keys, rows
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection
@@ -132,12 +133,12 @@ class Writer:
             span = context.trace.commit(named)
         with span:
             stored = await self._submit(list(map(row_of, turns)))
-        for turn, (_, outcome, reason, chain_id, routing_problem) in zip(turns, stored, strict=True):
+        for turn, (_, outcome, reason, chain_id, problems) in zip(turns, stored, strict=True):
             if outcome != turn.outcome:
                 turn.outcome = Outcome(outcome)
             turn.reason, turn.chain_id = reason, chain_id
-            if routing_problem is not None:
-                self._metrics.unreadable_routing.labels(routing_problem.value).inc()
+            if problems and EXPERTS in problems:
+                self._metrics.unreadable_routing.labels(problems[EXPERTS]).inc()
         first_id: str = stored[0][0]
         return first_id == turns[0].turn_id
 
@@ -297,9 +298,8 @@ def row_of(turn: NewTurn) -> stored_turns.TurnRow:
     return rows.TURNS.row(
         turn,
         encoded_logprobs=b",".join(turn.encoded_logprobs),
-        asks_support=turn.asks_support,
+        given=turn.given,
         encoded_prompt=turn.encoded_prompt,
-        encoded_routing=turn.encoded_routing,
         media=turn.media,
         session_created_at=rows.to_micros(turn.session_created_at),
         **turn.extra,

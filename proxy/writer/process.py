@@ -30,18 +30,18 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from proxy.dialects.logprobs import read_logprobs, read_supports
+from proxy.dialects.logprobs import read_logprobs
 from proxy.fault import FaultPoints
 from proxy.writer.frames import Link, frame
-from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
+from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
+from turnwise.parts import PartProblem, known, pack_parts, unpack_parts
 from turnwise.settings import load_object
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
 from turnwise.store.media import Media
 from turnwise.store.rows import TURNS
-from turnwise.support import pack
 from turnwise.telemetry.logs import LogFormat, configure_logging
 from turnwise.types import REDACTED, STORED_IMAGE, Outcome, Reward, Session, Turn
 
@@ -83,16 +83,14 @@ class NewTurn(Turn):
     session_created_at: datetime.datetime
     """Of the call's session: another one of its name, created after it was deleted, does not get the turn."""
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
-    asks_support: bool = False
-    """Whether they say which ids could be sampled."""
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the writing process packs as parts, by their names; those that capture has packed are in `parts`."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What features add to its row, for what follows its append (`turnwise.store.extensions`)."""
     encoded_prompt: bytes = b""
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     media: dict[str, Media] = dataclasses.field(default_factory=dict)
     """The images in its messages, which are stored with it."""
-    encoded_routing: tuple[str, int, int] | None = None
-    """Arguments of `pack_routing` for `routed_experts`; None where the engine returned no routing."""
 
 
 class Work(NamedTuple):
@@ -129,7 +127,7 @@ class BatchReport(NamedTuple):
 
 
 def complete(sent: turns.TurnRow) -> turns.TurnRow:
-    """Return a row with its prompt, logprobs and routing decoded; without a logprob for each token it is untrainable.
+    """Return a row with its prompt and logprobs decoded and its parts packed; untrainable where a logprob is missing.
 
     The row that was sent stays as it is, because a transaction that fails is tried again.
     """
@@ -139,19 +137,12 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
         is_complete = len(row["logprobs"]) == len(row["token_ids"])
     except TypeError:  # some are null
         row["logprobs"], is_complete = np.array(logprobs, np.float32).tobytes(), False
-    if sent["asks_support"]:
-        row["support"] = _support(sent, len(row["token_ids"]) // TOKEN_BYTES)
     if sent["encoded_prompt"]:
         row["prompt_delta"] = ids_from_text(sent["encoded_prompt"])
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
         row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
-    if sent["encoded_routing"] is not None:
-        routing = pack_routing(*sent["encoded_routing"])
-        if isinstance(routing, RoutingProblem):
-            log.warning("turn %s is stored without the experts that the engine returned: %s", row["turn_id"], routing)
-            row["routing_problem"] = routing
-        else:
-            row["routed_experts"] = routing
+    if sent["given"]:
+        row["parts"], row["problems"] = _parts(row)
     return row
 
 
@@ -183,14 +174,19 @@ def redacted(row: turns.TurnRow, redact: Callable[[str], str]) -> turns.TurnRow:
     return turns.without_tokens(row | found, REDACTED) if found else row
 
 
-def _support(sent: turns.TurnRow, num_tokens: int) -> bytes | None:
-    """Return the stored form of a turn's support; None if it is known of no token, or is of other tokens."""
-    try:
-        found = read_supports(sent["encoded_logprobs"])
-    except ValueError as error:
-        log.warning("turn %s is stored without the ids that could be sampled: %s", sent["turn_id"], error)
-        return None
-    return pack(found) if len(found) == num_tokens and any(ids is not None for ids in found) else None
+def _parts(row: turns.TurnRow) -> tuple[bytes, dict[str, str]]:
+    """Return the parts of a turn as they are stored, and why it lacks some, by their names."""
+    found, given, problems = unpack_parts(row["parts"]), row["given"], {}
+    for name, part in known.items():
+        if name in given:
+            try:
+                packed = part.pack(given[name], row)
+            except PartProblem as problem:
+                log.warning("turn %s is stored %s", row["turn_id"], problem)
+                problems[name] = problem.reason
+            else:
+                found |= {} if packed is None else {name: packed}
+    return pack_parts({name: found[name] for name in known if name in found}), problems
 
 
 def ids_from_text(text: bytes) -> bytes:
@@ -301,12 +297,12 @@ def _append(connection: Connection, appends: dict[int, list[turns.TurnRow]]) -> 
 
 
 def _stored(connection: Connection, row: turns.TurnRow, *, is_new: bool) -> tuple[Any, ...]:
-    """Return id, outcome, reason and chain of the stored turn, and why it lacks the routing that the engine returned.
+    """Return id, outcome, reason and chain of the stored turn, and why it lacks parts, by their names.
 
     The id is another one than the row's if a turn with the same request key was stored first.
     """
     if is_new:
-        return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
+        return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("problems")
     names = {"turn_id": row["turn_id"], "request_key": row["request_key"]}
     turn = turns.find_turn(connection, row["tenant"], row["session_id"], **names)
     assert turn is not None

@@ -16,10 +16,10 @@ from trainer.algorithms.dpo import DPO
 from trainer.algorithms.sft import SFT
 from trainer.batch.chain import chain_of
 from trainer.batch.selection import SelectionRule, offer
-from turnwise.chains import HINTS
 from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.features import retention
+from turnwise.features.feedback import HINTS
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
@@ -157,7 +157,7 @@ def test_a_comment_or_an_edited_reply_is_put_into_the_prompt_of_its_turn(fake_en
             (found,) = experiences.experiences_of_groups(
                 conn, claims.claim(database, "t", max_groups=9, lease_seconds=60).group_pks
             )
-        assert (found.reward, list(found.info[HINTS])) == (0.0, [turn_id])
+        assert (found.reward, list(found.parts[HINTS])) == (0.0, [turn_id])
     database.close()
 
 

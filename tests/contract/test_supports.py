@@ -14,7 +14,7 @@ from turnwise_fake_engine.sampling import truncated
 from proxy.engines.vllm_forms import truncates
 from turnwise.engine_plugin.__main__ import write_plugin
 from turnwise.engine_plugin.supports import FIELD
-from turnwise.support import support_json
+from turnwise.features.supports import SUPPORT, as_json, unpack
 
 TOP_K = 5
 SAY = {"role": "user", "content": "Hello."}
@@ -53,7 +53,7 @@ def test_the_stored_ids_are_those_that_could_be_sampled_and_reach_no_client(star
                     sorted(each for each, value in truncated(token, 1.0, TOP_K).items() if value > -9999)
                     for token in turn.token_ids.tolist()
                 ]
-                assert support_json(turn.support) == expected, dialect
+                assert as_json(unpack(turn.parts[SUPPORT])) == expected, dialect
     calls = engine.state.calls[-len(ASKED) :]
     by_alternatives = [bool(call.body.get("return_tokens_as_token_ids")) for call in calls]
     # The first reply of an engine with the plug-in shows that it needs no alternatives.
@@ -71,7 +71,7 @@ def test_a_client_gets_the_alternatives_that_it_asked_for_by_their_texts(start_p
             shown.append(entries(text))
             [view] = proxy.turns(name)
             # Texts do not name ids: without the plug-in nothing is known.
-            assert (view.turn.support is not None) == script.returns_supports
+            assert (SUPPORT in view.turn.parts) == script.returns_supports
             [call] = [call.body for call in engine.state.calls if call.body.get("top_logprobs") == 2]
             assert call["vllm_xargs"] == {FIELD: TOP_K + 8}
     assert shown[0] == shown[1]
@@ -92,7 +92,7 @@ def test_a_token_with_more_possible_ids_than_were_returned_is_stored_as_unknown(
         httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
         [view] = proxy.turns("s")
     assert view.turn.outcome == "exact"
-    assert view.turn.support is None
+    assert SUPPORT not in view.turn.parts
 
 
 def test_a_call_that_leaves_nothing_out_asks_for_nothing_and_stores_nothing(start_proxy):
@@ -101,7 +101,7 @@ def test_a_call_that_leaves_nothing_out_asks_for_nothing_and_stores_nothing(star
         body = {"model": "fake", "messages": [SAY], "top_p": 1.0, "top_k": -1, "min_p": 0}
         httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body).raise_for_status()
         [view] = proxy.turns("s")
-    assert view.turn.support is None
+    assert SUPPORT not in view.turn.parts
     assert "vllm_xargs" not in engine.state.calls[-1].body
 
 
@@ -114,7 +114,7 @@ def test_the_text_of_a_number_is_the_number_for_the_engine_and_for_what_is_store
         httpx2.post(f"{proxy.url}/v1/sessions/s/end").raise_for_status()
     assert (view.turn.sampling["temperature"], view.turn.sampling["top_k"]) == (1.0, TOP_K)
     assert engine.state.calls[-1].body["top_k"] == TOP_K
-    assert view.turn.support is not None
+    assert SUPPORT in view.turn.parts
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,12 @@ from trainer.batch.batch import build, pack
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise import chains
+from turnwise.features.images import IMAGES, PlacedImage, pack_images, placed_images
 from turnwise.store import media, rows, schema
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN, PER_TURN, experiences
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Outcome, PlacedImage
+from turnwise.types import Outcome
 
 NUM_SESSIONS = int(os.environ.get("TURNWISE_IMAGE_SESSIONS", "20"))
 KIND = os.environ.get("TURNWISE_IMAGE_MODEL", "Idefics3")
@@ -75,7 +76,7 @@ def test_a_second_turn_with_another_image_extends_the_first_ones_tokens_and_imag
     views = seeing.turns()
     assert [(view.turn.outcome, view.turn.reason) for view in views] == [(Outcome.EXACT, None)] * 3
     assert [view.turn.parent_turn_id for view in views[1:]] == [view.turn.turn_id for view in views[:-1]]
-    placed = [[PlacedImage.of_json(image) for image in view.turn.images or ()] for view in views]
+    placed = [[PlacedImage.of_json(image) for image in placed_images(view.turn)] for view in views]
     assert [[image.digest for image in images] for images in placed] == [
         [hashlib.sha256(first).hexdigest()],
         [hashlib.sha256(second).hexdigest()],
@@ -111,8 +112,9 @@ def test_a_placeholder_that_the_processor_would_not_put_there_starts_a_chain_bef
     messages = [{"role": "user", "content": [shown(picture(1)), {"type": "text", "text": "What is it?"}]}]
     ask(seeing, messages).raise_for_status()
     first = seeing.turns()[0].turn
-    (placed,) = first.images or ()
-    moved = rows.TURNS.values({"images": [{**placed, "offset": placed["offset"] + 1}]})  # as of another processor
+    (placed,) = placed_images(first)
+    elsewhere = {**placed, "offset": placed["offset"] + 1}  # as of another processor
+    moved = rows.TURNS.values({"parts": {IMAGES: pack_images([elsewhere])}})
     with Database(seeing.database_url).write() as conn:
         conn.execute(sa.update(schema.turns).values(moved))
     other = start_proxy(seeing_engine.url, database_url=seeing.database_url)
@@ -120,7 +122,7 @@ def test_a_placeholder_that_the_processor_would_not_put_there_starts_a_chain_bef
     ask(other, messages).raise_for_status()
     turn = other.turns()[-1].turn
     assert (turn.outcome, turn.reason, turn.parent_turn_id) == (Outcome.RETOKENISED, "media_rerendered", None)
-    assert turn.images == [placed]
+    assert placed_images(turn) == [placed]
     assert chains.is_trainable(turn)
 
 
@@ -166,7 +168,7 @@ def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_com
         for number in range(NUM_SESSIONS):
             turns = [view.turn for view in seeing.turns(f"f{number}")]
             found.update((turn.outcome, turn.reason) for turn in turns)
-            images = {image["digest"] for turn in turns for image in turn.images or ()}
+            images = {image["digest"] for turn in turns for image in placed_images(turn)}
             digests |= images
             files = {digest: file.content for digest, file in media.read_media(conn, "default", images).items()}
             for chain in chains.merge_session(turns):
@@ -237,7 +239,7 @@ def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(seeing, seein
     for content in files.values():
         ask(seeing, [{"role": "user", "content": [shown(content)]}], max_tokens=1).raise_for_status()
     for (kind, content), view in zip(files.items(), seeing.turns(), strict=True):
-        (placed,) = view.turn.images or ()
+        (placed,) = placed_images(view.turn)
         assert (view.turn.outcome, placed["pixels"] != "") == (Outcome.EXACT, True), kind
         policy.vision._pixels(dataclasses.replace(PlacedImage.of_json(placed), content=content))
 

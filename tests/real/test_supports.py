@@ -9,8 +9,8 @@ from support.proxies import StartProxy
 from support.tiny_models import load_model
 
 from turnwise.engine_plugin.supports import FIELD
+from turnwise.features.supports import SUPPORT, unpack
 from turnwise.store.turns import TurnView
-from turnwise.support import unpack
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +57,7 @@ def run(engine: RunningEngine, start_proxy: StartProxy, *, least_known: float) -
     num_tokens = num_known = 0
     gaps = []
     for view in views:
-        support = unpack(view.turn.support)
+        support = unpack(view.turn.parts[SUPPORT])
         assert len(support) == view.turn.token_ids.size
         logits = logits_of(model, view)
         for place, ids in enumerate(support):

@@ -14,6 +14,7 @@ from support.proxies import RunningProxy
 from support.served_vision import data_url, picture
 
 from turnwise.chains import ChainTokens
+from turnwise.features.images import IMAGES
 from turnwise.types import Json
 
 SIZES = (32, 64, 100, 140)
@@ -144,12 +145,12 @@ class Reference:
         ids = torch.from_numpy(chain.tokens.astype("int64"))[None]
         is_image = ids == self._image_id
         inside = torch.zeros_like(is_image)
-        for image in chain.images:
+        for image in chain.parts.get(IMAGES, ()):
             for offset, length in image.runs:
                 inside[0, offset : offset + length] = True
         if (is_image & ~inside).any():
             return None
-        images = [Image.open(io.BytesIO(files[image.digest])).convert("RGB") for image in chain.images]
+        images = [Image.open(io.BytesIO(files[image.digest])).convert("RGB") for image in chain.parts.get(IMAGES, ())]
         made = self._processor([images], return_tensors="pt") if images else {}
         if "mm_token_type_ids" in inspect.signature(self._model.forward).parameters:
             made["mm_token_type_ids"] = is_image.int()

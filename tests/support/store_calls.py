@@ -17,6 +17,7 @@ from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
 from turnwise.features import feedback, forks, labels, limits, retention
+from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
 from turnwise.features.prices import read_costs
 from turnwise.store import (
@@ -128,7 +129,7 @@ def _images(conn: sa.Connection) -> None:
     assert media.read_media(conn, "t", [DIGEST], session_id="over")
     placed = {"digest": DIGEST, "offset": 0, "length": 1, "runs": [[0, 1]]}
     seen = sa.update(schema.turns).where(schema.turns.c.turn_id == "t9")
-    conn.execute(seen.values(rows.TURNS.values({"images": [placed]})))
+    conn.execute(seen.values(rows.TURNS.values({"parts": {IMAGES: pack_images([placed])}})))
     over = selection.session_row(conn, "t", "over")
     with_files = experiences.Shape(merge="chain", with_unrewarded=True, with_files=True)
     list(experiences.experiences(conn, SessionFilter(tenant="t", session_id="over"), with_files))

@@ -14,7 +14,7 @@ from support.served_vision import PROCESSOR, disturb_vectors
 from trainer.batch.chain import Chain, chain_of
 from trainer.features.images import opened
 from turnwise.chains import EID, Experience
-from turnwise.types import PlacedImage
+from turnwise.features.images import IMAGES, PlacedImage
 
 IMAGE, BORDER, VOCABULARY = 50, 51, 64
 TEXT: dict[str, Any] = {
@@ -139,7 +139,7 @@ class Chains:
             loss_mask=mask,
             turn_index=np.where(mask, turns, -1).astype(np.int32),
             logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-            images=tuple(images),
+            parts={IMAGES: tuple(images)} if images else {},
             turn_rewards=np.zeros(num_turns),
             turn_own_rewards=np.zeros(num_turns),
             turn_returns=np.zeros(num_turns),

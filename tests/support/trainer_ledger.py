@@ -16,12 +16,12 @@ from trainer.policies import Policies
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
+from turnwise.features.supports import SUPPORT, pack
 from turnwise.store import sessions
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
-from turnwise.support import pack
 from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
 GOOD = 24
@@ -89,7 +89,7 @@ class Rollouts:
                 token_ids=np.array(sampled, np.int32),
                 logprobs=np.array(logprobs, np.float32) + np.float32(self.gap),
                 sampling=self.sampling,
-                support=pack(support) if "top_k" in self.sampling else None,
+                parts={SUPPORT: pack(support)} if "top_k" in self.sampling else {},
                 policy_version_first=self.version,
                 policy_version_last=self.version,
             )

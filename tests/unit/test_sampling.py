@@ -2,7 +2,7 @@
 
 import pytest
 
-from turnwise.sampling import count_not_trained, left_out_by, why_not_trained, with_numbers
+from turnwise.sampling import SUPPORT, count_not_trained, left_out_by, why_not_trained, with_numbers
 
 GUIDANCE = "grammar_backend", "grammar_backend guidance"
 
@@ -29,12 +29,12 @@ GUIDANCE = "grammar_backend", "grammar_backend guidance"
     ],
 )
 def test_a_parameter_that_the_trainer_cannot_reproduce_is_named(sampling, name, words):
-    assert (left_out_by(sampling, has_support=False), why_not_trained(sampling, has_support=False)) == (name, words)
+    assert (left_out_by(sampling, ()), why_not_trained(sampling, ())) == (name, words)
 
 
 def test_a_truncated_turn_is_trained_where_its_support_is_stored():
-    assert left_out_by({"top_p": 0.9}, has_support=True) is None
-    assert left_out_by({"top_p": 0.9, "temperature": 0}, has_support=True) == "greedy"
+    assert left_out_by({"top_p": 0.9}, [SUPPORT]) is None
+    assert left_out_by({"top_p": 0.9, "temperature": 0}, [SUPPORT]) == "greedy"
 
 
 def test_the_texts_of_numbers_become_numbers_and_nothing_else_changes():
@@ -47,8 +47,8 @@ def test_the_texts_of_numbers_become_numbers_and_nothing_else_changes():
 
 
 def test_the_turns_that_are_left_out_are_counted_by_reason():
-    greedy, truncated, plain = ({"temperature": 0}, False), ({"top_p": 0.5}, False), ({}, False)
-    assert count_not_trained([plain, ({"top_p": 0.5}, True)]) is None
+    greedy, truncated, plain = ({"temperature": 0}, ()), ({"top_p": 0.5}, ()), ({}, ())
+    assert count_not_trained([plain, ({"top_p": 0.5}, [SUPPORT])]) is None
     assert count_not_trained([greedy] * 2) == "2 of 2 turns are not trained: temperature 0."
     mixed = "3 of 4 turns are not trained: temperature 0 (2), top_p 0.5 (1)."
     assert count_not_trained([greedy, truncated, greedy, plain]) == mixed

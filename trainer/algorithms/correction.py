@@ -25,6 +25,8 @@ from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import NO_TRAINABLE_TURN, Selection
 from turnwise.errors import BatchRefused
+from turnwise.features.feedback import HINTS, hints_of
+from turnwise.features.images import images_of
 from turnwise.settings import FromJson
 from turnwise.types import Json, TokenIds
 
@@ -58,7 +60,7 @@ class Correction(Weighed):
             for experience, reason in zip(offer.offered, offer.reasons, strict=True)
             if (reason or NO_TRAINABLE_TURN).startswith(NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
         ]
-        seeing = {experience.group_key for experience in corrected if experience.images}
+        seeing = {experience.group_key for experience in corrected if images_of(experience)}
         corrected = [experience for experience in corrected if experience.group_key not in seeing]
         kept = {experience.group_key for experience in corrected}
         # A session whose own replies cannot be trained is refused by then, and its correction may be trained.
@@ -95,14 +97,15 @@ class Correction(Weighed):
 
 def corrected_turn(experience: Chain) -> int | None:
     """Return the first turn of a chain that was corrected and is trained in it; None without one."""
-    turns = (turn for turn, turn_id in enumerate(experience.turn_ids) if turn_id in experience.hints)
+    hints = hints_of(experience)
+    turns = (turn for turn, turn_id in enumerate(experience.turn_ids) if turn_id in hints)
     return next((turn for turn in turns if (experience.turn_index == turn).any()), None)
 
 
 def hinted_prompt(experience: Chain) -> TokenIds:
     turn = corrected_turn(experience)
     assert turn is not None, "only corrected chains are trained"
-    hint = experience.hints[experience.turn_ids[turn]]
+    hint = hints_of(experience)[experience.turn_ids[turn]]
     return np.concatenate([experience.tokens[: hint["kept"]], np.array(hint["token_ids"], np.int32)])
 
 
@@ -124,8 +127,7 @@ def with_reply(experience: Chain, reply: TokenIds) -> Chain:
         loss_mask=joined(False, True, np.bool_),
         turn_index=joined(-1, turn, experience.turn_index.dtype.type),
         logprobs=joined(0.0, 0.0, np.float32),
-        routed_experts=None,
-        support=None,
+        parts={HINTS: hints_of(experience)},
     )
 
 

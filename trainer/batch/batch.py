@@ -152,7 +152,7 @@ def build(
         chosen=[True] * len(experiences) if chosen is None else chosen,
         num_sampled=num_sampled,
         mu=mu,
-        keys=[token_keys(experience.tokens, experience.images) for experience in experiences],
+        keys=[token_keys(experience.tokens, experience.parts) for experience in experiences],
     )
 
 

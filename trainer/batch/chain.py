@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.chains import HINTS, NO_POLICY, Experience
+from turnwise.chains import NO_POLICY, Experience
+from turnwise.parts import part
 from turnwise.sampling import GRAMMARS, first_of, left_out_by, temperature_of
 from turnwise.types import Json, Role, TokenIds
 
@@ -43,8 +44,6 @@ class Chain(Experience):
     rewards: Mapping[str, float]
     """The session's rewards by name, as they were posted; empty without one."""
     metadata: Json
-    hints: Mapping[str, Json]
-    """What people corrected, by turn."""
     temperatures: npt.NDArray[np.float32]
     """Of each turn, 1 where the call set none or 0. [K]"""
     without_ratio: Sequence[str | None]
@@ -75,7 +74,7 @@ class Chain(Experience):
     @property
     def needed_terms(self) -> frozenset[str]:
         """The terms without which the model would read other things than the policy that sampled."""
-        return frozenset(("images",) if self.images else ())
+        return frozenset(name for name in self.parts if part(name).is_of_prompt)
 
     def with_plain(self, **changes: Any) -> Chain:
         """Return the chain with other tokens, which nothing but the model decides: those of a teacher, for example."""
@@ -147,7 +146,6 @@ def chain_of(experience: Experience) -> Chain:
         agent=str(info.get("agent", "")),
         rewards=info.get("rewards") or {},
         metadata=info.get("metadata") or {},
-        hints=info.get(HINTS) or {},
         temperatures=np.array([temperature_of(sampling) or 1.0 for sampling in samplings], np.float32),
         without_ratio=[_without_ratio(sampling) for sampling in samplings] if is_sampled else [None] * num_turns,
         is_known=np.ones(len(experience.tokens), np.bool_),
@@ -161,4 +159,4 @@ def samplings_of(experience: Experience) -> list[Json]:
 
 
 def _without_ratio(sampling: Json) -> str | None:
-    return left_out_by(sampling, has_support=False) or first_of(PROCESSED, sampling)
+    return left_out_by(sampling, ()) or first_of(PROCESSED, sampling)

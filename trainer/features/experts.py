@@ -27,6 +27,7 @@ from trainer.model.inputs import RowInputs, flat_places, on_device
 from trainer.model.model import Policy
 from trainer.model.terms import Around, Term
 from trainer.settings import TrainerSettings
+from turnwise.features.experts import experts_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Experts(Term):
 
     def of_row(self, batch: Batch, row: Row) -> Indices | None:
         """Return the experts of each row token by layer, -1 where they are not known. [N, layers, experts a token]."""
-        routed = [(batch.experiences[member].routed_experts, own) for member, own in row.paths]
+        routed = [(experts_of(batch.experiences[member]), own) for member, own in row.paths]
         known = [(each, own) for each, own in routed if each is not None]
         if not known:
             return None
@@ -95,9 +96,10 @@ class RouterReplay(Around):
 
     def why_unfit(self, chain: Chain) -> str | None:
         """Return why the routing of a chain's turns cannot be followed; None where it can, or where there is none."""
-        if chain.routed_experts is None:
+        experts = experts_of(chain)
+        if experts is None:
             return None
-        num_layers, count = chain.routed_experts.shape[1:]
+        num_layers, count = experts.shape[1:]
         last = max(self._routers)
         wanted: Any = self._routers[last]
         if last < num_layers and count == wanted.top_k:

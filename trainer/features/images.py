@@ -30,7 +30,7 @@ from trainer.model.model import Policy
 from trainer.model.terms import Around, Term
 from turnwise.engine_plugin.images import pixels_digest, processor_digest
 from turnwise.errors import BatchRefused
-from turnwise.types import PlacedImage
+from turnwise.features.images import PlacedImage, images_of
 
 Pixels = Mapping[str, Tensor]
 """What the model's processor makes of one image: arguments of `get_image_features`."""
@@ -73,7 +73,7 @@ class Images(Term):
     def of_row(self, batch: Batch, row: Row) -> Pictured | None:
         found = []
         for member, own in row.paths:
-            images = batch.experiences[member].images
+            images = images_of(batch.experiences[member])
             if inside := [image for image in images if image.offset + image.length <= len(own)]:
                 found.append((own, inside))
         return found or None
@@ -90,7 +90,7 @@ class Blind(Around):
         self._why = f"{source!r} sees none: train the model that was served, in one process"
 
     def why_unfit(self, chain: Chain) -> str | None:
-        return f"media_model: {self._why}" if chain.images else None
+        return f"media_model: {self._why}" if images_of(chain) else None
 
     def of_inputs(self, row: Row, inputs: RowInputs) -> RowInputs:
         if Images.name in row.parts:
@@ -118,10 +118,10 @@ class Vision(Around):
 
     def why_unfit(self, chain: Chain) -> str | None:
         """Return why the images of a chain cannot be computed as the engine saw them; None where they can."""
-        if not chain.images:
+        if not images_of(chain):
             return None
         try:
-            for image in chain.images:
+            for image in images_of(chain):
                 self._pixels(image)
         except Unseen as error:
             return f"media_processor: image {image.digest[:12]} is not what the engine saw: {error}"
@@ -197,7 +197,7 @@ class Vision(Around):
 
         So a model whose tokens of an image see one another, for example, is refused.
         """
-        first, *others = chain.images
+        first, *others = images_of(chain)
         begin = max(0, first.offset - AROUND)
         stop = min([first.offset + first.length + AROUND, *(other.offset for other in others)])
         tokens = chain.tokens[begin:stop].astype(np.int64)

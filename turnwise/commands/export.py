@@ -215,9 +215,10 @@ def _named(output: Path | None, format_name: str) -> Path:
 
 def _experience_line(experience: Experience) -> Json:
     from turnwise.chains import experience_json
+    from turnwise.features.experts import experts_of
 
     shown = experience_json(experience)
-    own = {"tenant": experience.tenant, "routed_experts": experience.routed_experts}
+    own = {"tenant": experience.tenant, "routed_experts": experts_of(experience)}
     return {name: values_of(value) for name, value in (shown | own).items()}
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from turnwise import __version__
 from turnwise.chains import Experience
+from turnwise.features.supports import as_json, support_of
 from turnwise.files import create_private
-from turnwise.support import support_json
 from turnwise.types import Json
 
 ROWS_IN_GROUP = 256
@@ -66,7 +66,7 @@ def _row(experience: Experience) -> Json:
         "loss_mask": experience.loss_mask,
         "turn_index": experience.turn_index,
         "logprobs": experience.logprobs,
-        "support": support_json(experience.support),
+        "support": as_json(support_of(experience)),
         "turn_rewards": experience.turn_rewards,
         "returns": experience.turn_returns,
         "advantages": experience.turn_advantages,

@@ -11,15 +11,15 @@ import dataclasses
 from collections.abc import Iterable
 
 from turnwise.credit import latest_lines
+from turnwise.parts import turn_fields
 from turnwise.store import search
 from turnwise.store.turns import TurnView
-from turnwise.support import support_json
 from turnwise.types import Json, Reward, Turn, values_of
 
 OF_THE_STORE = frozenset(
     {
         *("prompt_delta", "history_digest", "messages_digest", "dialogue_digest"),
-        *("request_key", "request_digest", "inferred_by", "routed_experts", "digest", "reward_id", "policy_id"),
+        *("request_key", "request_digest", "inferred_by", "parts", "digest", "reward_id", "policy_id"),
     }
 )
 
@@ -35,7 +35,7 @@ def session_document(record: search.SessionRecord) -> Json:
 
 def _turn(view: TurnView) -> Json:
     return _public(view.turn) | {
-        "support": support_json(view.turn.support),
+        **turn_fields(view.turn.parts),
         "messages": view.messages,
         "tools": view.tools,
         "prompt_token_ids": view.prompt_token_ids.tolist(),

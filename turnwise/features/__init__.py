@@ -3,9 +3,13 @@
 The store knows none of them. A process imports this package at its top, before it opens a database.
 """
 
-from turnwise.features import labels, limits, prices
+from turnwise import parts
+from turnwise.features import experts, feedback, images, labels, limits, prices, supports
 from turnwise.store import extensions
 
 EXTENSIONS: tuple[extensions.Extension, ...] = (labels.EXTENSION, limits.EXTENSION, prices.EXTENSION)
+PARTS: tuple[parts.Part, ...] = (supports.Supports(), images.Images(), experts.Experts(), feedback.Hints())
+"""What turns have beside their tokens, in the order in which it is stored and shown."""
 
 extensions.use(EXTENSIONS)
+parts.use(PARTS)

@@ -8,29 +8,36 @@ So SFT imitates the better reply and DPO trains the pair, and reinforcement lear
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
 
 from turnwise import chains
+from turnwise.chains import Experience
 from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
 from turnwise.features import forks, retention
+from turnwise.parts import Part, prompt_parts
 from turnwise.store import rows
 from turnwise.store.rewards import add_rewards, claim_key
+from turnwise.store.rows import StoredRow
 from turnwise.store.schema import feedback, session_copies, sessions
 from turnwise.store.selection import SessionFilter, lock_sessions, session_row, sessions_of_turns
 from turnwise.store.sessions import create_sessions, end_session
-from turnwise.store.statements import insert_rows
+from turnwise.store.statements import insert_rows, is_among
 from turnwise.store.turns import append_turns
-from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Outcome, Reward, Session, TokenIds, Turn
+from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Json, Outcome, Reward, Session, TokenIds, Turn
 
 MAX_FEEDBACK = 1000
 MAX_COPIES = 1000
 """Most sessions that are made from the demonstrations of one session."""
 RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
 CORRECTION = "correction"
+HINTS = "hints"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +92,7 @@ def written(member: Member, text: str, token_ids: TokenIds) -> Member:
         reason=chains.IMPORTED,
         policy_version_first=chains.NO_POLICY,
         policy_version_last=chains.NO_POLICY,
-        routed_experts=None,
-        support=None,
+        parts=prompt_parts(member.turn.parts),
     )
     return dataclasses.replace(member, turn=turn)
 
@@ -195,3 +201,39 @@ def _store(conn: sa.Connection, given: Feedback, group: Sequence[Member]) -> Non
         tenant, session_id = one.session.tenant, one.session.session_id
         reward = Reward(session_id=session_id, tenant=tenant, value=one.reward, source=FEEDBACK)
         end_session(conn, tenant, session_id, FEEDBACK, reward=reward)
+
+
+class Hints(Part):
+    """What people corrected, by turn: the first `kept` tokens of its prompt, and then `token_ids`, are it with that."""
+
+    name = HINTS
+    is_always_shown = False
+
+    def load(
+        self,
+        conn: sa.Connection,
+        sessions: Sequence[StoredRow],
+        turns: Mapping[int, Sequence[Turn]],
+        *,
+        with_files: bool,
+    ) -> Mapping[int, Any]:
+        is_own = is_among(conn.dialect, feedback.c.session_pk, [session.session_pk for session in sessions])
+        found = sa.select(feedback.c.session_pk, feedback.c.content).where(is_own).order_by(feedback.c.created_at)
+        hints: defaultdict[int, dict[str, Json]] = defaultdict(dict)
+        for row in conn.execute(found):
+            hint = json.loads(row.content).get("hint")
+            if hint is not None:
+                hints[row.session_pk][hint["turn_id"]] = hint
+        return hints
+
+    def join(self, path: Sequence[Turn], trained: Collection[str], loaded: Any) -> Mapping[str, Json] | None:
+        return {turn_id: hint for turn_id, hint in (loaded or {}).items() if turn_id in trained} or None
+
+    def of_experience(self, joined: Mapping[str, Json] | None, experience: Experience) -> Json:
+        return {"info": experience.info | {HINTS: joined}}
+
+
+def hints_of(experience: Experience) -> Mapping[str, Json]:
+    """Return what people corrected in the turns that a chain trains, by their ids."""
+    found: Mapping[str, Json] = experience.parts.get(HINTS, {})
+    return found

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from turnwise.parts import parts_of_columns
 from turnwise.store import consent, extensions
 from turnwise.store.groups import is_group
 from turnwise.store.media import FILES_AT_ONCE
@@ -105,12 +106,13 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
         insert_ignoring(conn, media, image)
     for table_name, others in archived.others.items():
         key = "reward_id" if table_name == rewards.name else "session_pk"
-        # The turns of an archive of before several policies are of their session's.
-        of_turns = {"policy_id": row["policy_id"]} if table_name == turns.name else {}
+        if table_name == turns.name:
+            # The turns of an archive of before several policies are of their session's.
+            others = [{"policy_id": row["policy_id"], **parts_of_columns(each)} for each in others]
         if others:
             conn.execute(
                 sa.insert(tables()[table_name]),
-                [{**of_turns, **_without(each, key), "session_pk": session_pk} for each in others],
+                [{**_without(each, key), "session_pk": session_pk} for each in others],
             )
     sources = {copy["source_id"] for copy in archived.others.get(session_copies.name, ())}
     consent.inherit(conn, (row["tenant"], row["session_id"]), sources)

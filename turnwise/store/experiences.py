@@ -29,15 +29,15 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from turnwise import chains
-from turnwise.chains import EID, HINTS, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
+from turnwise.chains import EID, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import Floats, SessionCredit, assign_credit, is_uniform, latest_lines, normalised
+from turnwise.parts import Loaded, load_parts
 from turnwise.store import rows
 from turnwise.store.database import Database
-from turnwise.store.media import read_media
 from turnwise.store.policies import names_of_policies
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import feedback, groups, sessions, turns
+from turnwise.store.schema import groups, sessions, turns
 from turnwise.store.selection import SessionFilter, next_rows
 from turnwise.store.statements import is_among
 from turnwise.store.turns import turns_of
@@ -85,7 +85,7 @@ class Shape:
     with_unrewarded: bool = False
     """Include sessions without rewards; their reward is 0."""
     with_files: bool = False
-    """Read the files of images too."""
+    """Read the files that parts name too."""
     policy_id: int | None = None
     """The policy whose turns are trained; None for each that sampled."""
 
@@ -148,9 +148,8 @@ def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sh
             found = next_rows(conn, found, *clauses, *is_rewarded)
             pks = [row.session_pk for row in found]
             turns, lines = turns_of(conn, pks), rewards_of(conn, pks)
-            updates_of, hints = trained_in(conn, pks), _hints(conn, pks)
-            if shape.with_files:
-                turns = {row.session_pk: _with_files(conn, row.tenant, turns.get(row.session_pk, [])) for row in found}
+            updates_of = trained_in(conn, pks)
+            loaded = load_parts(conn, found, turns, with_files=shape.with_files)
         if not found:
             return
         for row in found:
@@ -158,7 +157,7 @@ def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sh
             for policy_id in dict.fromkeys(turn.policy_id for turn in turns.get(pk, [])):
                 if shape.policy_id in (None, policy_id):
                     own = [_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), policy_id)]
-                    found_of = _of_session(row, own, lines.get(pk, []), updates_of.get(pk, ()), hints[pk], shape)
+                    found_of = _of_session(row, own, lines.get(pk, []), updates_of.get(pk, ()), loaded[pk], shape)
                     yield from (dataclasses.replace(one, policy_id=policy_id) for one in found_of)
 
 
@@ -172,26 +171,12 @@ def _of_policy(turns: Iterable[Turn], policy_id: int) -> list[Turn]:
     ]
 
 
-def _with_files(conn: sa.Connection, tenant: str, turns: Sequence[Turn]) -> list[Turn]:
-    """Return a session's turns with the files of their images in these; those without images as they are."""
-    digests = {image["digest"] for turn in turns for image in turn.images or ()}
-    if not digests:
-        return list(turns)
-    files = read_media(conn, tenant, digests)
-
-    def with_file(image: Json) -> Json:
-        file = files.get(image["digest"])
-        return {**image, "content": b"" if file is None else file.content}
-
-    return [dataclasses.replace(turn, images=turn.images and list(map(with_file, turn.images))) for turn in turns]
-
-
 def _of_session(
     row: rows.StoredRow,
     turns: Sequence[Turn],
     lines: Sequence[Reward],
     updates: Updates,
-    hints: Mapping[str, Json],
+    loaded: Loaded,
     shape: Shape,
 ) -> Iterator[Experience]:
     assigned = assign_credit(
@@ -203,22 +188,10 @@ def _of_session(
     )
     session = rows.SESSIONS.record(row, reward=assigned.reward)
     by_id = {turn.turn_id: turn for turn in turns}
-    for sequence in merge_session(turns) if shape.merge == "chain" else split_session(turns):
+    merged = merge_session(turns, loaded) if shape.merge == "chain" else split_session(turns, loaded)
+    for sequence in merged:
         agent = agent_digest(chains.lineage(sequence.turns[0], by_id)[0].messages)
-        experience = _experience(session, sequence, assigned, updates, agent, shape.credit)
-        own = {turn_id: hint for turn_id, hint in hints.items() if turn_id in experience.turn_ids}
-        yield dataclasses.replace(experience, info=experience.info | {HINTS: own}) if own else experience
-
-
-def _hints(conn: sa.Connection, session_pks: Sequence[int]) -> defaultdict[int, dict[str, Json]]:
-    is_own = is_among(conn.dialect, feedback.c.session_pk, session_pks)
-    found = sa.select(feedback.c.session_pk, feedback.c.content).where(is_own).order_by(feedback.c.created_at)
-    hints: defaultdict[int, dict[str, Json]] = defaultdict(dict)
-    for row in conn.execute(found):
-        hint = json.loads(row.content).get("hint")
-        if hint is not None:
-            hints[row.session_pk][hint["turn_id"]] = hint
-    return hints
+        yield _experience(session, sequence, assigned, updates, agent, shape.credit)
 
 
 def agent_digest(messages: Sequence[Json]) -> str:
@@ -265,9 +238,7 @@ def _experience(
         turn_index=sequence.turn_index,
         logprobs=sequence.logprobs,
         turn_messages=tuple(turn.messages for turn in sequence.turns),
-        routed_experts=sequence.routed_experts,
-        support=sequence.support,
-        images=sequence.images,
+        parts=sequence.parts,
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),

@@ -28,10 +28,12 @@ import numpy as np
 import orjson
 import sqlalchemy as sa
 
+from turnwise.parts import digested_parts, pack_parts, unpack_parts
 from turnwise.store.schema import feedback, policies, policy_versions, rewards, sessions, turns, updates
 from turnwise.types import (
     Feedback,
     Logprobs,
+    Parts,
     Policy,
     PolicyVersion,
     Reward,
@@ -60,7 +62,7 @@ TURN_COLUMNS = (
     *("prompt_delta", "prompt_length", "token_ids", "logprobs", "finish_reason", "outcome", "reason"),
     *("policy_version_first", "policy_version_last", "created_at"),
 )
-"""Columns of a turn that never change, unlike its role; a turn with a support, images or a policy has these besides."""
+"""Columns of a turn that never change, unlike its role; a turn with parts or a policy has these besides."""
 _turn_values = operator.itemgetter(*TURN_COLUMNS)
 REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at")
 """Columns of a reward line beside its value, which is stored as a float."""
@@ -113,6 +115,8 @@ def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
         (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
     if kind == TokenIds:
         return functools.partial(_to_blob, _INT32), ids_from_blob
+    if kind == Parts:
+        return pack_parts, unpack_parts
     if kind == Logprobs:
         return functools.partial(_to_blob, _FLOAT32), logprobs_from_blob
     if typing.get_origin(kind) in (dict, list):
@@ -237,7 +241,7 @@ def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
-    others = [value for value in (row["support"], row["images"], row["policy_id"]) if value]
+    others = [*digested_parts(row["parts"]), *filter(None, (row["policy_id"],))]
     return _digest(b"turn", (*_turn_values(row), *others) if others else _turn_values(row))
 
 

@@ -22,6 +22,7 @@ from turnwise.types import (
     ConsentMark,
     Feedback,
     Logprobs,
+    Parts,
     Policy,
     PolicyVersion,
     Reward,
@@ -52,7 +53,7 @@ NO_TENANT = ""
 
 
 def _column_type(kind: Any) -> type[sa.types.TypeEngine[Any]]:
-    if kind in (TokenIds, Logprobs, bytes):
+    if kind in (TokenIds, Logprobs, Parts, bytes):
         return sa.LargeBinary
     if typing.get_origin(kind) in (dict, list) or issubclass(kind, (str, enum.StrEnum)):
         return sa.Text

@@ -19,7 +19,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
+from turnwise.parts import HEADER_BYTES
 from turnwise.store.rows import StoredRow
+from turnwise.store.schema import turns
 
 ROWS_AT_ONCE = 1000
 PAGE_BYTES = 8 * 2**20
@@ -28,8 +30,6 @@ ID_BYTES = 2
 """Bytes of JSON for a stored byte of token ids: a number of four bytes has up to six digits and a comma."""
 LOGPROB_BYTES = 5
 """Bytes of JSON for a stored byte of logprobs: a number of four bytes has up to twenty digits."""
-SUPPORT_BYTES = 4
-"""Bytes of JSON for a stored byte of supports: an id of two bytes has up to six digits and a comma."""
 ROW_BYTES = 1_000
 
 
@@ -168,6 +168,11 @@ def size_of(dialect: sa.Dialect, *columns: sa.ColumnElement[str | bytes]) -> sa.
     for column in columns:
         total = total + sa.func.coalesce(length(column), 0)
     return total
+
+
+def beginning_of_parts() -> sa.ColumnElement[bytes]:
+    """Return the beginning of a turn's parts, which `turnwise.parts.sizes_of` reads."""
+    return sa.func.substr(turns.c.parts, 1, HEADER_BYTES, type_=sa.LargeBinary)
 
 
 def has_text(dialect: sa.Dialect, column: sa.Column[str], text: str) -> sa.ColumnElement[bool]:

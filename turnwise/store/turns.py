@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from turnwise import chains
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
+from turnwise.parts import json_size, sizes_of
 from turnwise.sampling import Sampled
 from turnwise.store import extensions, rows
 from turnwise.store.media import NAMED_IMAGE, add_media
@@ -30,7 +31,7 @@ from turnwise.store.selection import LockedSession, is_session, lock_sessions, s
 from turnwise.store.statements import (
     ID_BYTES,
     LOGPROB_BYTES,
-    SUPPORT_BYTES,
+    beginning_of_parts,
     execute_many,
     fetch_rows,
     insert_rows,
@@ -68,9 +69,9 @@ _HAS_CHILD = (
 """Whether a turn extends this one; it reads only later turns of the session."""
 _NO_TOKENS: TurnRow = {
     **dict.fromkeys(
-        ("prompt_delta", "token_ids", "logprobs", "history_digest", "messages_digest", "dialogue_digest"), b""
+        ("prompt_delta", "token_ids", "logprobs", "history_digest", "messages_digest", "dialogue_digest", "parts"), b""
     ),
-    **dict.fromkeys(("support", "routed_experts", "images", "request_key", "request_digest")),
+    **dict.fromkeys(("request_key", "request_digest")),
     "prompt_length": 0,
 }
 _NO_TEXTS: TurnRow = {"messages": "[]", "tools": None, "sampling": "{}", "response": "{}", "parent_turn_id": None}
@@ -158,13 +159,13 @@ def newest_samplings(conn: sa.Connection, tenant: str | None, session_id: str | 
         turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
         sa.or_(turns.c.role.is_(None), turns.c.role.in_([role.value for role in TRAINED_ROLES])),
     )
-    found = sa.select(turns.c.sampling, turns.c.support.is_not(None)).where(
+    found = sa.select(turns.c.sampling, beginning_of_parts()).where(
         is_among(conn.dialect, turns.c.session_pk, pks), *fit
     )
     if not pks:
         return []
     newest_turns = conn.execute(found.order_by(*_NEWEST).limit(SAMPLED_TURNS))
-    return [(json.loads(text), has_support) for text, has_support in newest_turns]
+    return [(json.loads(text), sizes_of(parts)) for text, parts in newest_turns]
 
 
 def path_to(
@@ -178,7 +179,7 @@ def path_to(
 
 def fitting(conn: sa.Connection, turn_ids: Sequence[str], max_bytes: int) -> list[str]:
     held = turns.c
-    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.routed_experts, held.support, held.images
+    arrays = held.prompt_delta, held.token_ids, held.logprobs, held.parts
     size = size_of(conn.dialect, held.messages, held.tools, held.response, *arrays)
     # One by one: SQLite reads a text to measure it, and those behind the last one that fits may be large.
     sizes = (conn.execute(sa.select(size).where(held.turn_id == each)).scalar_one_or_none() or 0 for each in turn_ids)
@@ -190,21 +191,20 @@ def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *,
     dialect, held = conn.dialect, turns.c
     prompt = size_of(dialect, held.messages, held.tools) + ID_BYTES * size_of(dialect, held.prompt_delta)
     reply = size_of(dialect, held.response) + ID_BYTES * size_of(dialect, held.token_ids)
-    other = size_of(dialect, held.sampling, held.routed_experts) + LOGPROB_BYTES * size_of(dialect, held.logprobs)
-    other = other + SUPPORT_BYTES * size_of(dialect, held.support)
+    other = size_of(dialect, held.sampling) + LOGPROB_BYTES * size_of(dialect, held.logprobs)
     found = conn.execute(
-        sa.select(held.seq, held.turn_id, held.parent_turn_id, prompt, reply, other)
+        sa.select(held.seq, held.turn_id, held.parent_turn_id, prompt, reply, other, beginning_of_parts())
         .where(held.session_pk == session_pk, held.seq >= (0 if whole_prompt else first), held.seq < end)
         .order_by(held.seq)
     )
     through: dict[str | None, int] = {}
     """Bytes of prompt and reply, by turn id."""
-    for seq, turn_id, parent_turn_id, prompt_bytes, reply_bytes, other_bytes in found:
+    for seq, turn_id, parent_turn_id, prompt_bytes, reply_bytes, other_bytes, parts in found:
         size = prompt_bytes + reply_bytes
         if whole_prompt:
             size = through[turn_id] = size + through.get(parent_turn_id, 0)
         if seq >= first:
-            yield size + other_bytes
+            yield size + other_bytes + json_size(parts)
 
 
 def turn_views(

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.credit import SessionCredit, assign_credit
 from turnwise.errors import Conflict
+from turnwise.parts import sizes_of
 from turnwise.sampling import left_out_by
 from turnwise.store import rows
 from turnwise.store.policies import is_shown_to
@@ -23,7 +24,7 @@ from turnwise.store.rewards import rewards_of
 from turnwise.store.schema import groups, sessions, trained_sessions, turns
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import updates as table
-from turnwise.store.statements import PAGE_BYTES, insert_rows, is_among, read_page, size_of
+from turnwise.store.statements import PAGE_BYTES, beginning_of_parts, insert_rows, is_among, read_page, size_of
 from turnwise.types import DEFAULT_POLICY, TRAINED_ROLES, Credit, GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
 _ITEM_BYTES = 200
@@ -84,7 +85,7 @@ def trained_shares(conn: sa.Connection, tenant: str | None = None) -> list[Train
     names = s.tenant, s.agent, s.key_id.label("key"), policies_table.c.name.label("policy")
     found = conn.execute(
         sa.select(t.turn_id, t.session_pk, t.outcome, t.reason, t.role, t.sampling, size, *names)
-        .add_columns(t.support.is_not(None).label("has_support"), g.reason.label("refusal"))
+        .add_columns(beginning_of_parts().label("parts"), g.reason.label("refusal"))
         .join_from(turns, s.session_pk.table, t.session_pk == s.session_pk)
         .join(groups, sa.and_(g.policy_id == t.policy_id, sa.or_(g.group_pk == s.group_pk, g.part_of == s.group_pk)))
         .join(policies_table, policies_table.c.policy_id == g.policy_id)
@@ -110,7 +111,7 @@ def _why_not(turn: rows.StoredRow) -> str:
         return str(turn.reason or turn.outcome)
     if turn.role is not None and turn.role not in TRAINED_ROLES:
         return str(turn.role)
-    own = left_out_by(json.loads(turn.sampling), has_support=turn.has_support)
+    own = left_out_by(json.loads(turn.sampling), sizes_of(turn.parts))
     return own or str(turn.refusal or "not_chosen").partition(":")[0]
 
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from turnwise.chains import is_trainable
 from turnwise.errors import BadCheckpoint
+from turnwise.parts import known as known_parts
 from turnwise.store import rows, search, updates, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.media import read_media
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
-from turnwise.support import unpack
-from turnwise.types import Json, PlacedImage, PolicyVersion, Turn, UpdateRecord, image_digests
+from turnwise.types import Json, PolicyVersion, Turn, UpdateRecord, image_digests
 from turnwise.version_directory import MANIFEST, compare_digests, read_manifest, weights_digest
 
 MISMATCHES_KEPT = 1000
@@ -109,22 +109,10 @@ def _problems(turn: Turn, seq: int, known: dict[str, Turn], served_at: Mapping[i
         found.append(("policy_version_first", f"{turn.policy_version_first} > last, {turn.policy_version_last}"))
     if is_trainable(turn):
         found += _sample_problems(turn)
-    found += _image_problems(turn)
+    found += [problem for part in known_parts.values() for problem in part.problems(turn)]
     if min((*turn.prompt_delta[turn.prompt_delta < 0], *turn.token_ids[turn.token_ids < 0]), default=0) < 0:
         found.append(("token_ids", "a token id is negative"))
     return found
-
-
-def _image_problems(turn: Turn) -> list[tuple[str, str]]:
-    """Return which image lies outside of the ids that the turn adds to its parent's, or over the one before it."""
-    end = turn.prompt_length - int(turn.prompt_delta.size)
-    for index, image in enumerate(map(PlacedImage.of_json, turn.images or ())):
-        begin, end = end, image.offset + image.length
-        runs = [(offset, offset + length) for offset, length in image.runs]
-        is_inside = begin <= image.offset <= end <= turn.prompt_length
-        if not is_inside or any(not image.offset <= first < last <= end for first, last in runs):
-            return [(f"images[{index}]", f"lies at {image.offset} to {end}, with features at {runs}")]
-    return []
 
 
 def check_files(conn: Connection, record: search.SessionRecord, report: Verification) -> None:
@@ -160,24 +148,8 @@ def _prompt_problems(turn: Turn, known: dict[str, Turn]) -> list[tuple[str, str]
 def _sample_problems(turn: Turn) -> list[tuple[str, str]]:
     if turn.logprobs.size != turn.token_ids.size:
         return [("logprobs", f"{turn.logprobs.size} logprobs of {turn.token_ids.size} sampled tokens")]
-    if turn.support is not None and (problem := _support_problem(turn)):
-        return [("support", problem)]
     wrong = np.flatnonzero(~np.isfinite(turn.logprobs) | (turn.logprobs > 0))
     return [(f"logprobs[{index}]", f"{turn.logprobs[index]} is no logarithm of a probability") for index in wrong[:1]]
-
-
-def _support_problem(turn: Turn) -> str | None:
-    """Return what is wrong with a turn's support: each token's holds the token, and ids that differ."""
-    try:
-        support = unpack(turn.support or b"")
-    except ValueError as error:
-        return str(error)
-    if len(support) != turn.token_ids.size:
-        return f"of {len(support)} tokens, and {turn.token_ids.size} were sampled"
-    for index, (token, ids) in enumerate(zip(turn.token_ids.tolist(), support, strict=True)):
-        if ids is not None and (token not in ids or (np.diff(ids) <= 0).any()):
-            return f"token {token} at {index} is not among the ids that could be sampled, {ids[:5].tolist()} and others"
-    return None
 
 
 def check_record(record: search.SessionRecord, report: Verification) -> None:

@@ -33,9 +33,10 @@ from proxy.routes.declared import Routes
 from proxy.routes.rewards import IdempotencyKey, body_digest
 from proxy.sessions.template import ChatTemplate, Unsafe
 from proxy.settings import ProxySettings
-from turnwise.chains import as_root, images_of, is_trainable, token_keys
+from turnwise.chains import as_root, is_trainable, token_keys
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.features import feedback
+from turnwise.parts import join_parts
 from turnwise.store import selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
@@ -227,7 +228,7 @@ def _group(
     original = dataclasses.replace(original, policy_id=asked[0].policy_id)
     for turn in asked[1:]:
         principal.require_session(turn.session_id)
-        keys, first_keys = (token_keys(each.prompt_delta, images_of([each])) for each in (turn, asked[0]))
+        keys, first_keys = (token_keys(each.prompt_delta, join_parts([each], (), {})) for each in (turn, asked[0]))
         if not np.array_equal(keys, first_keys):
             raise InvalidRequest(
                 f"turn {turn.turn_id!r} replies to another prompt than turn {given.turn_id!r}; give turns that were "

@@ -24,6 +24,7 @@ from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards
+from turnwise.store.rows import TURNS
 from turnwise.store.schema import groups, rewards, sessions, trained_sessions, turns
 from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, GroupStatus, PolicyVersion, Reward, utc_now
@@ -97,13 +98,22 @@ def test_what_another_policy_trained_of_a_group_leaves_and_comes_back_with_it(da
     assert [[turn["policy"] for turn in each["turns"]] for each in shown] == [["default", None]]
 
 
-def test_an_archive_of_before_images_consent_and_several_policies_is_restored(database, tmp_path):
+def test_an_archive_of_before_parts_images_consent_and_several_policies_is_restored(database, tmp_path):
     """So a store comes to a commit with other tables: what its rows lack stays null, and its sessions are trained."""
     fill(database)
+    old = {"support": b"x\x01", "images": "[{}]", "routed_experts": b"\x93NUMPY"}
+    parts = {"support": old["support"], "images": b"[{}]", "experts": old["routed_experts"]}
+    with database.write() as conn:
+        conn.execute(sa.update(turns).where(turns.c.turn_id == "a-t2").values(TURNS.values({"parts": parts})))
     before = stored(database)
     archive.archive(database, tmp_path, LATER)
     (batch,) = tmp_path.glob("batch-*")
-    columns = {"turns": ["policy_id", "images"], "groups": ["part_of"], "sessions": ["key_id", "train", "record"]}
+    of_turns = parquet.read_table(batch / "turns.parquet")
+    for name, value in old.items():
+        column = [value if packed else None for packed in of_turns["parts"].to_pylist()]
+        of_turns = of_turns.append_column(name, [column])
+    parquet.write_table(of_turns, batch / "turns.parquet")
+    columns = {"turns": ["policy_id", "parts"], "groups": ["part_of"], "sessions": ["key_id", "train", "record"]}
     for name, later in columns.items():
         file = batch / f"{name}.parquet"
         parquet.write_table(parquet.read_table(file).drop_columns(later), file)

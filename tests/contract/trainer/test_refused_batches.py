@@ -15,6 +15,7 @@ from trainer.claims.claims import Claims
 from trainer.model.memory import OUT_OF_MEMORY
 from trainer.update import check_fitting
 from turnwise.errors import SettingsError
+from turnwise.features.experts import EXPERTS as ROUTING
 from turnwise.store import consent, rewards, schema, sessions, turns
 from turnwise.types import Reward, Session, Split
 
@@ -56,7 +57,7 @@ def test_the_publishing_gate_leaves_out_sessions_that_were_routed_in_another_mod
         routing = io.BytesIO()
         np.save(routing, np.zeros((9, 1, 2), np.int16))
         other = {"turn_id": "other-t0", "chain_id": "other-t0", "session_id": "other"}
-        turn = dataclasses.replace(view.turn, **other, routed_experts=routing.getvalue())
+        turn = dataclasses.replace(view.turn, **other, parts={ROUTING: routing.getvalue()})
         sessions.create_session(conn, Session(session_id="other", split=Split.EVAL))
         turns.append_turns(conn, [turn])
         rewards.add_rewards(conn, [Reward(session_id="other", value=1.0)])

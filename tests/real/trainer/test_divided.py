@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.main import check_startable
 from trainer.model.memory import MemoryLimits, read_limits
 from turnwise.errors import SettingsError
+from turnwise.features.experts import EXPERTS as ROUTING
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_turns_that_were_routed_in_another_model_are_refused_by_all_processes_be
     found = sessions()
     bad = found.pop()
     routing = np.zeros((len(bad.tokens), 1, 2), np.int16)
-    results = run_world(2, refuse_routing, experts, found, dataclasses.replace(bad, routed_experts=routing))
+    results = run_world(2, refuse_routing, experts, found, dataclasses.replace(bad, parts={ROUTING: routing}))
     assert len(results) == 2
     for reason, logprobs in results:
         assert reason.startswith("turns were routed to 2 experts in each of 1 layers, and this model routes to 2")

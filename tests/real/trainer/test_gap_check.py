@@ -21,6 +21,7 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.errors import EngineDisagrees
+from turnwise.features.experts import EXPERTS as ROUTING
 from turnwise.store import rewards, updates
 from turnwise.types import Reward
 
@@ -184,7 +185,7 @@ def routed_sessions(seed: int, num_layers: int = LAYERS) -> list:
         for place in range(len(one.tokens) - 1):
             drawn = [rng.permutation(EXPERTS)[:CHOSEN] for _ in range(num_layers)]
             routing[place] = experts.setdefault(tuple(one.tokens[: place + 1].tolist()), np.array(drawn))
-        found.append(dataclasses.replace(one, routed_experts=routing))
+        found.append(dataclasses.replace(one, parts={ROUTING: routing}))
     return found
 
 
@@ -197,7 +198,7 @@ def forced_logprobs(policy: Policy, one) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(policy.spec.model, dtype=torch.float32)
     for layer, block in enumerate(model.model.layers):
         router = block.mlp.gate
-        forced = torch.from_numpy(one.routed_experts[:-1, layer].astype(np.int64))
+        forced = torch.from_numpy(one.parts[ROUTING][:-1, layer].astype(np.int64))
 
         def route(hidden, router=router, forced=forced):
             probabilities = functional.linear(hidden, router.weight).softmax(-1)

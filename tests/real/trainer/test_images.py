@@ -14,6 +14,7 @@ from support.served_vision import make_served_model, picture, shown
 from support.waiting import wait_until
 
 from turnwise.client import Client
+from turnwise.features.images import placed_images
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +59,7 @@ def test_images_are_trained_at_the_engines_logprobs_and_published(seeing, start_
         gauges = [update["metrics"] for update in client.updates()]
     turns = [view.turn for view in proxy.turns()]
     assert {turn.outcome.value for turn in turns} == {"exact"}
-    assert {len(turn.images) for turn in turns} == {3, 1}
+    assert {len(placed_images(turn)) for turn in turns} == {3, 1}
     assert {turn.policy_version_first for turn in turns} == {0, 1}
     print(f"\nlargest gaps: {[each['logprob_gap_max'] for each in gauges]}")
     assert all(each["logprob_gap_max"] <= 1e-4 for each in gauges), gauges

@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from proxy.dialects.logprobs import read_supports
 from turnwise.engine_plugin.supports import FIELD, support_text, to_text
-from turnwise.support import support_json
+from turnwise.features.supports import as_json, read_supports
 
 BEYOND = f"4{base64.b64encode(np.array([2**31 - 1, 1], '<u4').tobytes()).decode()}"
 """The text of the ids 2**31 - 1 and 2**31."""
@@ -28,13 +27,13 @@ BEYOND = f"4{base64.b64encode(np.array([2**31 - 1, 1], '<u4').tobytes()).decode(
 )
 def test_alternatives_that_are_no_ids_or_no_distribution_are_an_unknown_support(broken):
     encoded = json.dumps({"top_logprobs": [broken, {"token_id:7": 0.0}]}).encode()
-    assert support_json(read_supports(encoded)) == [None, [7]]
+    assert as_json(read_supports(encoded)) == [None, [7]]
 
 
 @pytest.mark.parametrize("broken", [BEYOND, "3AAAA", "1?", "1é", "4AAA=", "x"])
 def test_a_text_that_the_plug_in_has_not_written_is_an_unknown_support(broken):
     encoded = json.dumps({FIELD: [broken, to_text(np.array([7, 2**31 - 1], np.int32))]}).encode()
-    assert support_json(read_supports(encoded)) == [None, [7, 2**31 - 1]]
+    assert as_json(read_supports(encoded)) == [None, [7, 2**31 - 1]]
 
 
 def test_a_token_whose_alternatives_another_call_of_the_batch_has_replaced_is_of_unknown_support():

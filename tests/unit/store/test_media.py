@@ -17,10 +17,11 @@ from turnwise.commands.export import _sessions
 from turnwise.exchange import training_formats
 from turnwise.exchange.archive import archive, restore
 from turnwise.features import forks, retention
+from turnwise.features.images import IMAGES, PlacedImage, images_of, pack_images
 from turnwise.store import experiences, media, rows, schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Json, PlacedImage, Session, Turn, utc_now
+from turnwise.types import Json, Session, Turn, utc_now
 from turnwise.verify.records import verify
 
 FILE = b"\x89PNG the colour of a marker " * 40
@@ -38,7 +39,8 @@ def append(database: Database, turn: Turn, **files: media.Media) -> None:
 
 
 def with_image(turn_id: str, session_id: str, parent: Turn | None = None, **fields: Any) -> Turn:
-    turn = make_turn("t1", parent, session_id=session_id, messages=[shown()], images=[PLACED], **fields)
+    turn = make_turn("t1", parent, session_id=session_id, messages=[shown()], **fields)
+    turn.parts = {IMAGES: pack_images([PLACED])}
     return dataclasses.replace(turn, turn_id=turn_id, chain_id=turn_id)
 
 
@@ -150,18 +152,18 @@ def test_an_archive_takes_images_out_and_brings_them_back(filled, tmp_path):
 def test_a_claimed_experience_has_its_images_with_their_files(filled):
     second = make_turn("t2", with_image("a-t1", "a"), session_id="a", messages=[shown()])
     placed = {**PLACED, "offset": second.prompt_length - 1, "length": 1, "runs": [[second.prompt_length - 1, 1]]}
-    second.images = [placed]
+    second.parts = {IMAGES: pack_images([placed])}
     append(filled, second)
     finish(filled, "a")
     with filled.read() as connection:
         pk = connection.execute(sa.select(schema.sessions.c.group_pk).where(schema.sessions.c.session_id == "a"))
         (claimed,) = experiences.experiences_of_groups(connection, [pk.scalar_one()])
         (listed,) = experiences.experiences(connection, SessionFilter(session_id="a"), experiences.PER_CHAIN)
-    assert [(image.offset, image.runs, image.content) for image in claimed.images] == [
+    assert [(image.offset, image.runs, image.content) for image in images_of(claimed)] == [
         (0, ((0, 2),), FILE),
         (placed["offset"], ((placed["offset"], 1),), FILE),
     ]
-    assert [image.content for image in listed.images] == [b"", b""]
+    assert [image.content for image in images_of(listed)] == [b"", b""]
     assert chains.experience_json(listed)["images"][0] == {**PLACED, "runs": ((0, 2),)}
 
 
@@ -169,13 +171,13 @@ def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equ
     tokens = np.array([9, 9, 9, 8], np.int32)
     image = PlacedImage.of_json(PLACED)
     other = PlacedImage.of_json({**PLACED, "digest": "1" * 64})
-    assert chains.token_keys(tokens, ()) is tokens
-    keys = chains.token_keys(tokens, [image])
+    assert chains.token_keys(tokens, {}) is tokens
+    keys = chains.token_keys(tokens, {IMAGES: [image]})
     assert keys[2:].tolist() == [9, 8]  # an id outside of the placeholder is text
     assert (keys[:2] < 0).all()
     assert keys[0] != keys[1]
-    assert chains.token_keys(tokens, [image]).tolist() == keys.tolist()
-    assert not np.isin(chains.token_keys(tokens, [other])[:2], keys).any()
+    assert chains.token_keys(tokens, {IMAGES: [image]}).tolist() == keys.tolist()
+    assert not np.isin(chains.token_keys(tokens, {IMAGES: [other]})[:2], keys).any()
 
 
 def test_a_changed_place_of_an_image_changes_the_turns_digest(filled):
@@ -183,7 +185,7 @@ def test_a_changed_place_of_an_image_changes_the_turns_digest(filled):
         view = turns.read_turn(connection, "default", "a-t1")
     moved = [{**PLACED, "offset": 2}]
     assert rows.turn_row(view.turn, 0)["digest"] == view.turn.digest
-    view.turn.images = moved
+    view.turn.parts = {IMAGES: pack_images(moved)}
     assert rows.turn_row(view.turn, 0)["digest"] != view.turn.digest
 
 
@@ -199,7 +201,7 @@ def test_an_exported_conversation_shows_its_images_and_formats_of_text_leave_it_
 def test_verify_finds_an_image_that_was_changed_or_lies_outside_of_its_turn(filled):
     reports = []
     changed = sa.update(schema.media).where(schema.media.c.tenant == "default").values(content=b"other")
-    moved = rows.TURNS.values({"images": [{**PLACED, "offset": 1}]})
+    moved = rows.TURNS.values({"parts": {IMAGES: pack_images([{**PLACED, "offset": 1}])}})
     for change in (None, changed, sa.update(schema.turns).where(schema.turns.c.turn_id == "b-t1").values(moved)):
         with filled.write() as connection:
             if change is not None:

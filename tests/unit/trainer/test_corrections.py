@@ -14,13 +14,14 @@ from trainer.batch.selection import Selection, SelectionRule, offer
 from trainer.parallel import World
 from trainer.update import Updates
 from turnwise.errors import BatchRefused
+from turnwise.features.feedback import HINTS
 
 
 def corrected(**fields):
     """Return a chain of two turns: prompt 1, reply 2 3, prompt 4, reply 5 6; the second turn has a correction."""
     one = experience(turns=2, **fields)
     hint = {"turn_id": one.turn_ids[1], "kept": 3, "token_ids": [7, 8]}
-    return dataclasses.replace(one, hints={hint["turn_id"]: hint})
+    return dataclasses.replace(one, parts={HINTS: {hint["turn_id"]: hint}})
 
 
 def algorithm(monkeypatch, *replies):
@@ -45,6 +46,7 @@ def test_the_reply_to_the_prompt_with_the_correction_is_trained_after_the_prompt
     assert first.tokens.tolist() == [1, 2, 3, 4, 9, 9, 6]
     assert taught.table.target.tolist() == [9, 9, 6]
     assert taught.table.place.tolist() == [4, 5, 6]
+    assert taught.table.advantages.tolist() == [1, 1, 1]
     assert taught.table.experience.tolist() == [0, 0, 0]
     assert gauges == {"num_corrected": 1, "teacher_tokens": 3, "num_teacher_too_long": 1}
 

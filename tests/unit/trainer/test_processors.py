@@ -23,6 +23,7 @@ from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
+from turnwise.features.supports import SUPPORT as IDS
 from turnwise.store.turns import TurnView
 from turnwise.tokenizer import load_tokenizer
 from turnwise.types import PolicyVersion, Turn
@@ -175,7 +176,7 @@ def test_each_token_of_packed_rows_with_shared_prefixes_knows_its_own_history(mo
     ]
     support = [[11, 12, 3], [9, 1], None, [30, 2, 12]]
     one, other = chains(sampling=samplings)
-    one = claimed(dataclasses.replace(one, support=support_at(one, 1, support)))
+    one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 1, support)}))
     batch = build([one, other, one], [np.ones(2), np.ones(1), np.ones(2)], policy_version=0)
     assert [len(tokens) for tokens in batch.tokens_of] == [3 + 3, 4, 6]
     assert with_ratio(batch).all()
@@ -255,7 +256,7 @@ def test_bad_words_are_ruled_out_at_the_start_of_a_text_and_after_a_space_that_m
 
 def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passes(model):
     one = experience(tokens=[1, 2, 3], sampling=[{"top_k": 2}])
-    one = claimed(dataclasses.replace(one, support=support_at(one, 0, [[2, 5], [4, 7]])))
+    one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, [[2, 5], [4, 7]])}))
     batch = build([one], [np.ones(1)], policy_version=0)
     policy = Policy(TrainerSettings(model=str(model)), TERMS)
     policy.load(0)
@@ -270,7 +271,7 @@ def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(mod
     sampling = {"top_k": 2, "logit_bias": {"3": 1.5}}
     one = experience(tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True], sampling=[sampling])
     support = [[2, 5], None, [4, 7]]
-    one = claimed(dataclasses.replace(one, support=support_at(one, 0, support)))
+    one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, support)}))
     batch = build([one], [np.ones(1)], policy_version=0, needs_behaviour=False)
     assert batch.table.target.tolist() == [2, 3, 4]
     policy = Policy(TrainerSettings(model=str(model)), TERMS)
@@ -288,21 +289,21 @@ def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(mod
 def test_a_support_with_ids_that_the_model_has_not_is_unknown(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
     one = experience(sampling=[{"top_k": 2}])
-    one = claimed(dataclasses.replace(one, support=support_at(one, 0, [[2, 7], [4, 8]])))
+    one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, [[2, 7], [4, 8]])}))
     assert claimed(one, Vocabulary(str(tmp_path))).is_known[one.loss_mask].tolist() == [True, False]
 
 
 def test_a_support_makes_up_for_masks_that_cannot_be_computed():
     """Token by token: one without a support is left out, and counted where its turn is trained."""
     one = experience(sampling=[{"tool_choice": "required", "top_k": 2}])
-    one = claimed(dataclasses.replace(one, support=support_at(one, 0, [[2, 5], None])))
+    one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, [[2, 5], None])}))
     assert why_untrainable(one) == [None]
     batch = build([one], [np.ones(1)], policy_version=0)
     assert batch.table.target.tolist() == [2]
     assert len(build([one], [np.ones(1)], policy_version=0, needs_behaviour=False).table) == 2
     found = left_out([one], {}, {"s-0"}, SelectionRule(), needs_behaviour=True)
     assert found == ({}, {"unknown_support": 1})
-    unknown = claimed(dataclasses.replace(one, support=support_at(one, 0, [None, None])))
+    unknown = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, [None, None])}))
     assert why_untrainable(unknown) == ["top_k"]
 
 

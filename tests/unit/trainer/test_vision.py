@@ -19,6 +19,7 @@ from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.images import pixels_digest
 from turnwise.errors import SettingsError
+from turnwise.features.images import IMAGES
 
 A, B, C = picture(1, (48, 32)), picture(2, (32, 32)), picture(3, (48, 32))
 
@@ -114,12 +115,13 @@ def test_a_packed_forest_with_images_gives_the_logprobs_and_the_gradient_of_a_ro
 
 def test_swapping_one_image_changes_the_logprobs_behind_it_and_the_gradient(policy, chains):
     text, image, *_ = branches(chains)
-    place = [one.digest for one in image.images].index(chains.chain("b", B, (1,)).images[0].digest)
-    swapped = list(image.images)
-    other = chains.chain("d", picture(4, (32, 32)), (1,)).images[0]
+    place = [one.digest for one in image.parts[IMAGES]].index(chains.chain("b", B, (1,)).parts[IMAGES][0].digest)
+    swapped = list(image.parts[IMAGES])
+    other = chains.chain("d", picture(4, (32, 32)), (1,)).parts[IMAGES][0]
     swapped[place] = dataclasses.replace(swapped[place], digest=other.digest, content=other.content)
     before, gradient, _ = computed(policy, batch_of(text, image), 4096)
-    after, changed, _ = computed(policy, batch_of(text, dataclasses.replace(image, images=tuple(swapped))), 4096)
+    other_image = dataclasses.replace(image, parts={IMAGES: tuple(swapped)})
+    after, changed, _ = computed(policy, batch_of(text, other_image), 4096)
     own = batch_of(text, image).table.experience == 1
     behind = own & (batch_of(text, image).table.place >= swapped[place].offset)
     assert torch.equal(before[~behind], after[~behind])
@@ -132,7 +134,7 @@ def test_the_models_own_forward_pass_gives_the_same_logprobs(policy, chains):
     chain = chains.chain("s", [1, 2], A, [3, 4], (5, 6), [7], B, (10, 11))
     assert policy.why_unfit(chain) is None
     found, _, _ = computed(policy, batch_of(chain), None)
-    pixels = [vision_of(policy)._pixels(image) for image in chain.images]
+    pixels = [vision_of(policy)._pixels(image) for image in chain.parts[IMAGES]]
     joined = {
         name: torch.cat([one[name] for one in pixels], dim=int(name.startswith("pixel") and pixels[0][name].ndim == 5))
         for name in pixels[0]
@@ -155,7 +157,7 @@ def test_a_sampled_placeholder_stays_text(tmp_path):
     model, tokens = policy.model, torch.from_numpy(chain.tokens.astype(np.int64))
     with torch.no_grad():
         embedded = model.get_input_embeddings()(tokens)
-        for image in chain.images:
+        for image in chain.parts[IMAGES]:
             start, length = image.runs[0]
             features = model.get_image_features(**vision_of(policy)._pixels(image), return_dict=True).pooler_output
             embedded[start : start + length] = features.flatten(0, 1)
@@ -179,8 +181,8 @@ def test_a_sampled_placeholder_stays_text(tmp_path):
 def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(policy, chains, change, words):
     chain = chains.chain("s", [1, 2], A, [3], (5,))
     assert policy.why_unfit(chain) is None
-    image = dataclasses.replace(chain.images[0], **{"digest": "0" * 64, **change})
-    reason = policy.why_unfit(dataclasses.replace(chain, images=(image,)))
+    image = dataclasses.replace(chain.parts[IMAGES][0], **{"digest": "0" * 64, **change})
+    reason = policy.why_unfit(dataclasses.replace(chain, parts={IMAGES: (image,)}))
     assert re.match(f"media_processor: image 000000000000 is not what the engine saw: {words}", reason), reason
 
 
@@ -191,9 +193,10 @@ def test_pixels_decide_and_not_the_settings_of_a_processor(directory, policy, ch
     picture = [opened(A)]
     made = processor(picture, return_tensors="pt")["pixel_values"]
     plain = processor(picture, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
+    [first] = chain.parts[IMAGES]
     for pixels in (made, made.bfloat16(), plain.to(torch.uint8)):
-        image = dataclasses.replace(chain.images[0], processor="of another version", pixels=pixels_digest(pixels))
-        assert policy.why_unfit(dataclasses.replace(chain, images=(image,))) is None, pixels.dtype
+        image = dataclasses.replace(first, processor="of another version", pixels=pixels_digest(pixels))
+        assert policy.why_unfit(dataclasses.replace(chain, parts={IMAGES: (image,)})) is None, pixels.dtype
 
 
 def test_an_image_that_is_larger_than_all_that_is_kept_is_computed(policy, chains, monkeypatch):

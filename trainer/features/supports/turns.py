@@ -21,8 +21,8 @@ import numpy.typing as npt
 from trainer.batch.chain import samplings_of
 from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed
 from turnwise.chains import Experience
-from turnwise.sampling import GRAMMARS, GREEDY, first_of, not_replayed, temperature_of, unreadable
-from turnwise.support import TRUNCATING, Support
+from turnwise.features.supports import Support, support_of
+from turnwise.sampling import GRAMMARS, GREEDY, TRUNCATING, first_of, not_replayed, temperature_of, unreadable
 from turnwise.tokenizer import load_tokenizer
 from turnwise.types import Json, TokenIds
 
@@ -91,7 +91,8 @@ def processors_of(experience: Experience, vocabulary: Vocabulary | None) -> list
     found: list[Found] = []
     for turn, sampling in enumerate(samplings_of(experience)):
         places = np.flatnonzero(experience.turn_index == turn)
-        support = None if experience.support is None else [experience.support[place] for place in places]
+        joined = support_of(experience)
+        support = None if joined is None else [joined[place] for place in places]
         is_greedy = temperature_of(sampling) <= 0
         start = places[0] if places.size else len(experience.tokens)  # a correction's chain may lack a turn's tokens
         prompt, sampled = experience.tokens[:start], experience.tokens[places]
