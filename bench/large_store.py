@@ -28,10 +28,11 @@ import psycopg
 import sqlalchemy as sa
 
 from turnwise.features import retention
-from turnwise.store import claims, conversations, experiences, groups, overview, rows, schema, search
+from turnwise.features.page import overview, search
+from turnwise.features.page.search import Contents
+from turnwise.store import claims, conversations, experiences, groups, rows, schema
 from turnwise.store.database import Database
 from turnwise.store.rows import to_micros
-from turnwise.store.search import Contents
 from turnwise.store.selection import SessionFilter
 from turnwise.store.sessions import end_rewarded_sessions, expire_idle_sessions, list_sessions
 from turnwise.store.statements import insert_rows
@@ -110,7 +111,7 @@ PAGES = {
     "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, limit=50)),
     "no more sessions to archive": Page(lambda c: retention.over_since(c, START - HOUR, limit=50)),
     "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR)),
-    "unfinished groups for /metrics (at most 10,000)": Page(overview.unfinished_groups, is_bounded=False),
+    "unfinished groups for /metrics (at most 10,000)": Page(groups.unfinished_groups, is_bounded=False),
 }
 
 

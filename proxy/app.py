@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -17,7 +18,7 @@ import turnwise
 from proxy.auth import ACTION_OF_ROUTE
 from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
-from proxy.routes import keys, openapi, operations, policies, rewards, sessions, turns, web
+from proxy.routes import keys, openapi, operations, policies, rewards, sessions
 from proxy.routes.control import answer
 from proxy.routes.declared import load_routes
 from proxy.services import Services, services_of
@@ -49,16 +50,18 @@ def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> 
         openapi_url=None,
         redirect_slashes=False,
     )
-    records = (sessions, turns, rewards)
+    records = (sessions, rewards)
     for module in (*records, policies, keys, operations, openapi):
         app.include_router(module.router)
     for own in declared:
         app.include_router(own.router)
+        for path, files in own.files.items():
+            if inspect.isroutine(files):
+                app.add_route(path, files, include_in_schema=False)
+            else:
+                app.mount(path, files)
     app.include_router(keys.consents)
     app.include_router(operations.control)
-    page = web.PageFiles()
-    app.add_route("/", page.index, include_in_schema=False)
-    app.mount("/web", page)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)

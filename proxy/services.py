@@ -16,7 +16,6 @@ from proxy.calls.images import Images
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.calls.steps import CallStep, Steps
-from proxy.engines.activity import ActivityRecorder
 from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import CONNECT_SECONDS, Engine
 from proxy.engines.http_client import Access, HttpClient
@@ -26,7 +25,6 @@ from proxy.http.bodies import Bodies
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.http.places import Places
 from proxy.metrics import Metrics
-from proxy.readings import Events, RecentCounts
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.driver import Reloader
 from proxy.reload.version_files import ReadingProcess, VersionFiles
@@ -44,8 +42,6 @@ from turnwise.store.database import Database, readable_files
 log = logging.getLogger(__name__)
 
 NUM_READERS = 8
-MAX_SEARCHES = 2
-"""Searches in what sessions hold that run at once in one process; others wait."""
 NUM_EXPORTS = 4
 """Maximum number of pages of exports that are read at the same time."""
 MAX_EXPORTS, MAX_TENANT_EXPORTS = 64, 4
@@ -169,11 +165,7 @@ class Services:
         """Set while there are none."""
         self.idle.set()
         self.bodies = Bodies(settings.max_body_bytes)
-        self.counts = RecentCounts(database)
-        self.events = Events(database, metrics)
         self.sweeper = Sweeper(settings, database, authenticator, self.writer, metrics, self.forget_session)
-        self.searches = asyncio.Semaphore(MAX_SEARCHES)
-        """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
         self.beside: dict[type[Beside], Any] = {kind: kind(self) for kind in beside}
         """What features do beside calls, by its class."""
 
@@ -295,7 +287,6 @@ async def running_services(
     await services.reloader.start()
     background = [
         services.reloader.run(),
-        ActivityRecorder(services.pool, services.writer, services.metrics).run(),
         services.sweeper.run(),
         _refresh_gauges(services.metrics),
         return_freed_memory(lambda: services.sessions.conversations.num_bytes_read),

@@ -27,6 +27,7 @@ IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
 ROUTES: tuple[str, ...] = (
+    "proxy.features.page.routes",
     "proxy.features.labels",
     "proxy.features.forks",
     "proxy.features.retention.routes",
@@ -42,6 +43,7 @@ class Settings(PinSettings, LimitSettings, PriceSettings, RetentionSettings, Fee
 
 def beside() -> tuple[type[Beside], ...]:
     """Return what features do beside calls; only a process that serves imports it."""
+    from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
 
-    return (Retention,)
+    return (Page, Retention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
@@ -20,6 +20,8 @@ class Routes:
     router: APIRouter
     actions: Mapping[str, str]
     """The action of each route, as `proxy.auth.ACTION_OF_ROUTE` has those of the core."""
+    files: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """By their path what answers without a key and is in no document: a handler, or an app that is mounted."""
     answers: Callable[[], Iterable[type[Answer]]] = tuple
     """Makes the models of answers, which only the OpenAPI document needs: pydantic takes long for them."""
 

@@ -9,7 +9,6 @@ and nothing at the start: pydantic needs 0.3 s for them.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import operator
 import types
@@ -20,14 +19,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from proxy.routes import operations, rewards, sessions, turns
+from proxy.routes import operations, rewards, sessions
 from proxy.routes.control import PUBLIC
 from proxy.routes.keys import Consent
-from proxy.routes.summaries import Summary, UpdateSummary
 from turnwise import parts
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store import arms, extensions, keys, overview, policies, updates
+from turnwise.store import arms, extensions, keys, policies, updates
 from turnwise.store import turns as stored_turns
 from turnwise.types import (
     ConsentMark,
@@ -96,15 +94,15 @@ def _create(name: str, base: type[Answer], doc: str | None, fields: dict[str, An
     return create_model(name, __base__=base, __doc__=doc, __cls_kwargs__=no_source, **fields)
 
 
-def field(kind: Any, description: str) -> Any:
-    return _json_type(kind), Field(description=description)
+def field(kind: Any, description: str, **options: Any) -> Any:
+    return _json_type(kind), Field(description=description, **options)
 
 
 def _json_type(kind: Any) -> Any:
     if kind in (TokenIds, Logprobs):
         return list[int] if kind == TokenIds else list[float]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _model_of(kind)
+        return model_of(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         return functools.reduce(operator.or_, map(_json_type, arguments))
@@ -112,11 +110,11 @@ def _json_type(kind: Any) -> Any:
 
 
 @functools.cache
-def _model_of(record: type) -> type[Answer]:
+def model_of(record: type) -> type[Answer]:
     return answer_model(record.__name__, record)
 
 
-def _columns(of: str) -> dict[str, Any]:
+def columns(of: str) -> dict[str, Any]:
     """Return the fields that features add to rows of sessions, keys, policies or updates."""
     return {
         each.name: (
@@ -130,15 +128,10 @@ def _columns(of: str) -> dict[str, Any]:
 
 def session_model(name: str, doc: str, **extra: Any) -> type[Answer]:
     policy = field(str | None, "The name of its own policy, which samples the calls that name no other.")
-    return answer_model(name, Session, doc, policy=policy, **_columns("session"), **extra)
+    return answer_model(name, Session, doc, policy=policy, **columns("session"), **extra)
 
 
 SessionAnswer = session_model("SessionAnswer", doc="One run of an agent.")
-ListedSession = session_model(
-    "ListedSession",
-    doc="One run of an agent in a list.",
-    summary=(_model_of(Summary) | None, Field(default=None, description="What was said in it, with `summary=true`.")),
-)
 EndedSessionAnswer = session_model(
     "EndedSessionAnswer",
     doc="A session that is over.",
@@ -205,7 +198,7 @@ ListedVersion = _create(
     "A version of a policy in a list.",
     {
         "earned": (
-            _model_of(arms.Earned) | None,
+            model_of(arms.Earned) | None,
             Field(default=None, description="What the tenant's newest finished sessions earned, with `earned=true`."),
         )
     },
@@ -216,7 +209,7 @@ ListedPolicy = answer_model(
     Policy,
     "A policy in a list.",
     summary=(
-        answer_model("PolicySummary", policies.PolicySummary, **_columns("policy")) | None,
+        answer_model("PolicySummary", policies.PolicySummary, **columns("policy")) | None,
         Field(default=None, description="What it holds, with `summary=true`."),
     ),
 )
@@ -236,23 +229,14 @@ UpdateAnswer = answer_model(
     policy=field(str | None, "The name of the policy that it trained."),
     groups=field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
     sessions=field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
-    **_columns("update"),
+    **columns("update"),
 )
 
 
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
-TokensAnswer = answer_model("TokensAnswer", turns.TurnTokens)
-RecomputedAnswer = answer_model("RecomputedAnswer", turns.RecomputedLogprobs)
 ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(
     "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
-)
-SessionPage = page_model(
-    "SessionPage",
-    ListedSession,
-    "Some sessions.",
-    next_after=field(str | None, "The `after` of the next page; null if there are no more sessions."),
-    num_searched=field(int, "Number of sessions that were looked at for this page."),
 )
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
 UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
@@ -272,7 +256,7 @@ PolicyPage = page_model(
 )
 
 
-ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", **_columns("key"))
+ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", **columns("key"))
 KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",
@@ -284,18 +268,6 @@ NewKeyAnswer = answer_model(
 ConsentAnswer = answer_model("ConsentAnswer", Consent)
 ConsentList = page_model("ConsentList", ConsentMark, "Some marks.")
 KeyList = page_model("KeyList", ListedKey, "All keys of the tenant.")
-CountsAnswer = answer_model(
-    "CountsAnswer",
-    overview.Counts,
-    "Counts of a tenant's rows in the store.",
-    counted_at=field(
-        datetime.datetime,
-        "When everything but the trainers' reports was counted. For a tenant with more than 10,000 sessions and groups "
-        "that is up to one second ago for every 10,000 of them.",
-    ),
-)
-ListedUpdate = answer_model("ListedUpdate", UpdateSummary, **_columns("update"))
-UpdateSummaries = page_model("UpdateSummaries", ListedUpdate, "Some updates in a few numbers.")
 DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 
 

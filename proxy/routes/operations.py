@@ -1,24 +1,19 @@
-"""Routes for operators: liveness, readiness, counts, updates, metrics, and changes as server-sent events."""
+"""Routes for operators: liveness, readiness, budgets, updates, metrics, and the doctor."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import logging
-import math
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse
 
 from proxy.auth import ACTION_OF_ROUTE
-from proxy.http.connections import CLOSING
 from proxy.metrics import STORED, Metrics
-from proxy.routes import summaries
 from proxy.routes.control import (
     Caller,
     CheckedRoute,
@@ -34,9 +29,8 @@ from proxy.routes.control import (
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
-from turnwise.json_text import dumps
 from turnwise.processes import installation
-from turnwise.store import notices, overview, updates
+from turnwise.store import groups, notices, updates
 from turnwise.store.database import Connection
 
 router = APIRouter(tags=["operations"])
@@ -157,13 +151,6 @@ async def _read_store(
     return None, trainers, shown
 
 
-@control.get("/counts", responses=describe_answer("CountsAnswer"))
-async def counts(services: Here, principal: Caller) -> Response:
-    """Count this tenant's sessions, turns and rewards, and the groups that wait for the trainer."""
-    counted = await services.counts.read(principal.tenant)
-    return answer({**dataclasses.asdict(counted.counts), "counted_at": counted.counted_at})
-
-
 @control.get("/updates", responses=describe_answer("UpdatePage"))
 async def list_updates(
     services: Here,
@@ -185,19 +172,6 @@ async def list_updates(
     ]
     ids = [each.update.update_id for each in found]
     return page(await with_columns(rows, "update", ids, services, principal.tenant), has_more=more)
-
-
-@control.get("/updates/summaries", responses=describe_answer("UpdateSummaries"))
-async def summarise_updates(
-    services: Here,
-    principal: Caller,
-    limit: Annotated[int, Query(ge=1, le=500)] = 100,
-) -> Response:
-    """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
-    found = await services.database.fetch(summaries.summarise_updates, principal.tenant, limit=limit)
-    rows = [{name: getattr(each, name) for name in summaries.UpdateSummary.__slots__} for each in found]
-    ids = [each.update_id for each in found]
-    return page(await with_columns(rows, "update", ids, services, principal.tenant))
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))
@@ -274,7 +248,7 @@ def _read_gauges(connection: Connection, metrics: Metrics) -> None:
 
 def _stored_gauges(connection: Connection, tenant: str | None) -> dict[StoredGauge, float]:
     """Return the gauges of groups, trainers and the last update: of all, or of those that a tenant may read."""
-    unfinished = overview.unfinished_groups(connection, tenant)
+    unfinished = groups.unfinished_groups(connection, tenant)
     trainers = collections.Counter(each.state for each in notices.trainer_statuses(connection, tenant))
     found: dict[StoredGauge, float | None] = {
         **{("turnwise_groups", "status", status): count for status, count in unfinished.items()},
@@ -286,47 +260,3 @@ def _stored_gauges(connection: Connection, tenant: str | None) -> dict[StoredGau
         found["turnwise_last_update_reward_mean", "", ""] = update.metrics.get("reward_mean")
         found["turnwise_last_update_trained_share", "", ""] = update.metrics.get("trained_share")
     return {name: number for name, number in found.items() if number is not None}
-
-
-KEEP_ALIVE_SECONDS = 15.0
-"""Longest time without a byte; then a comment is sent."""
-HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-
-
-@control.get(
-    "/events",
-    response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
-)
-async def listen(
-    request: Request,
-    services: Here,
-    principal: Caller,
-) -> StreamingResponse:
-    """Stream changes of this tenant's sessions and of versions and updates, as server-sent events.
-
-    An event is `session`, `policy` or `update`, with the fields of the object that is new or has changed. A session has
-    `session_id`, `task_id`, `group_id`, `status`, `num_turns`, `num_chains` and `num_rewards`, a policy `version` and
-    `status`, an update `update_id` and `policy_version`. Changes of the 200 newest sessions are seen, within about a
-    second. The event `lost` says that the client was too slow and events were dropped: read the lists again. The
-    comment `: listening` says that changes from then on are sent, `: keep-alive` that none came for 15 s.
-    """
-    services.events.listeners.check(principal.tenant)
-    return StreamingResponse(
-        _stream(request, services, principal.tenant), media_type="text/event-stream", headers=HEADERS
-    )
-
-
-async def _stream(request: Request, services: Services, tenant: str) -> AsyncIterator[bytes]:
-    comment, sent_at = b": listening\n\n", -math.inf
-    async for found in services.events.changes(tenant, request.scope["extensions"][CLOSING]):
-        part = b"".join(b"event: %s\ndata: %s\n\n" % (kind.encode(), dumps(data)) for kind, data in found)
-        now = time.monotonic()
-        if part or now - sent_at >= KEEP_ALIVE_SECONDS:
-            try:
-                with contextlib.suppress(StoreError):
-                    await services.authenticator.authenticate(dict(request.scope["headers"]))
-            except ClientError:  # the key has been revoked, or has expired
-                return
-            yield part or comment
-            comment, sent_at = b": keep-alive\n\n", now

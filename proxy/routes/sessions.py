@@ -1,8 +1,7 @@
-"""Routes of sessions and their turns: create, list, read and end."""
+"""Routes of sessions and their turns: create, read and end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import time
@@ -10,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from proxy.auth import Principal
@@ -30,19 +29,16 @@ from proxy.routes.control import (
     page,
     record_json,
     session_json,
-    sessions_json,
     turn_json,
 )
-from proxy.routes.summaries import Summary, summarise_sessions, training_note
+from proxy.routes.training_note import training_note
 from proxy.services import Services
 from proxy.sessions.pinnable import check_pinnable
 from proxy.sessions.which import SESSION_ID, check_has_policy, check_id, next_prefix
-from turnwise.store import consent, policies, search, selection, sessions, statements, turns
+from turnwise.store import consent, policies, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Credit, Json, Outcome, Reward, Role, Session, SessionStatus, Split
-
-FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
+from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
 
 
 def session_filter(
@@ -68,28 +64,6 @@ def session_filter(
         label=label,
         policy=policy,
         metadata=metadata,
-    )
-
-
-def contents(
-    min_reward: FiniteNumber | None = None,
-    max_reward: FiniteNumber | None = None,
-    termination_reason: Annotated[str | None, Query(max_length=1000)] = None,
-    outcome: Annotated[Outcome | None, Query(description="Of a turn.")] = None,
-    reason: Annotated[str | None, Query(max_length=1000, description="Of the turn's outcome.")] = None,
-    policy_version: Annotated[
-        int | None, Query(ge=0, le=2**31 - 1, description="A version that sampled in the turn.")
-    ] = None,
-    text: Annotated[Id | None, Query(description="Part of the turn's messages or reply.")] = None,
-) -> search.Contents:
-    return search.Contents(
-        min_reward=min_reward,
-        max_reward=max_reward,
-        termination_reason=termination_reason,
-        outcome=outcome,
-        reason=reason,
-        policy_version=policy_version,
-        text=text,
     )
 
 
@@ -218,36 +192,6 @@ async def new_session_json(
             session, principal, may_reward=wanted.key_may == "call_and_reward", expires_at=expires_at
         ),
     }
-
-
-@router.get("/sessions", responses=describe_answer("SessionPage"))
-async def list_sessions(
-    services: Here,
-    wanted: Annotated[SessionFilter, Depends(session_filter)],
-    held: Annotated[search.Contents, Depends(contents)],
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Id | None = None,
-    summary: Annotated[bool, Query(description="Whether each session has a `summary` of what was said in it.")] = False,
-) -> Response:
-    """List this tenant's sessions, newest first.
-
-    A page of several sessions ends at about 8 MiB, also before `limit`. The filters `min_reward` to `text` read what
-    the sessions hold, without an index: one call looks at 2,000 sessions or for 2 seconds at most, and may return few
-    or no sessions. `has_more` is true then; `after=` the answer's `next_after` continues. One turn must satisfy
-    `outcome`, `reason`, `policy_version` and `text` together.
-    """
-
-    def read(connection: Connection) -> tuple[search.Found, Sequence[Summary]]:
-        found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
-        return found, summarise_sessions(connection, found.sessions) if summary else ()
-
-    async with contextlib.nullcontext() if held.is_empty else services.searches:
-        found, summed_up = await services.database.fetch(read)
-    rows = await sessions_json(found.sessions, services)
-    for row, own in zip(rows, summed_up, strict=False):
-        row["summary"] = own
-    more = found.next_after is not None
-    return page(rows, has_more=more, next_after=found.next_after, num_searched=found.num_searched)
 
 
 @router.get("/sessions/{session_id}", responses=describe_answer("ReadSession"))

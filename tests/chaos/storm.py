@@ -15,7 +15,7 @@ from chaos import invariants
 from chaos.world import World
 from support.waiting import WAIT_SECONDS, wait_until
 
-from turnwise.store import overview
+from turnwise.features.page import overview
 
 KILL_A_PROXY = "kill a proxy"
 RESTART_THE_DATABASE = "restart the database"

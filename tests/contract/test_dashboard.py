@@ -9,19 +9,19 @@ from pathlib import Path
 import httpx2
 import pytest
 from openai import OpenAI
+from proxy.routes.turns import Characters, characters
 from support.migrated import migrated, writing
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from turnwise_fake_engine import running_fake_engine
 
-from proxy.routes.turns import Characters, characters
 from turnwise.store import keys
 from turnwise.store.notices import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now
 
 PUBLIC = {"readyz"}
-WEB = importlib.resources.files("proxy.routes.web")
+WEB = importlib.resources.files("proxy.features.page.web")
 FILES = {file.name for file in WEB.iterdir() if file.name.endswith((".html", ".css", ".js"))}
-VENDOR = importlib.resources.files("proxy.routes.web").joinpath("vendor")
+VENDOR = importlib.resources.files("proxy.features.page.web").joinpath("vendor")
 SCRIPTS = sorted(name for name in FILES if name.endswith(".js"))
 ODD = "<img src=x onerror=alert(1)> שלום 🙂"
 

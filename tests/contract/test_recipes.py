@@ -27,8 +27,9 @@ from trainer.settings import TrainerSettings
 from turnwise.commands.recipe import find_recipe
 from turnwise.default_models import trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
+from turnwise.features.page import overview
 from turnwise.settings import load_settings
-from turnwise.store import overview, updates
+from turnwise.store import updates
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind
 

@@ -18,7 +18,8 @@ from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.parallel import check_address
 from turnwise.errors import SettingsError
-from turnwise.store import overview, updates
+from turnwise.features.page import overview
+from turnwise.store import updates
 
 PORT = 29431
 ADDRESSES = {"host-a": "10.199.77.1", "host-b": "10.199.77.2"}

@@ -11,9 +11,9 @@ from support.ledger_samples import finish, make_turn
 from support.migrated import new_database
 from turnwise_fake_engine import tokens
 
+from turnwise.features.records import SessionRecord, session_records
 from turnwise.store import sessions, turns
 from turnwise.store.database import Database
-from turnwise.store.search import SessionRecord, session_records
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Session
 

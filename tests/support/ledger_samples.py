@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.store import overview, rewards, sessions
+from turnwise.features.page import overview
+from turnwise.store import rewards, sessions
 from turnwise.store.database import Database
 from turnwise.store.turns import append_turns
 from turnwise.types import Reward, Session, Turn, UpdateRecord

@@ -14,7 +14,8 @@ from support.proxies import RunningProxy
 from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.script import Reply, Rule
 
-from turnwise.store import claims, notices, schema, serving, versions
+from turnwise.features.page import activity
+from turnwise.store import claims, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.store.turns import read_turns
 from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord, utc_now
@@ -126,7 +127,7 @@ def _train(database: Database, number: int, num_updates: int) -> None:
     with database.write() as connection:
         minute = int(STARTED_AT.timestamp()) // 60 + number - 1
         busy = (1 << (20 + 4 * number)) - 1
-        notices.add_activity(connection, {(minute, "made-up"): notices.Activity((1 << 60) - 1, busy)})
+        activity.add_activity(connection, {(minute, "made-up"): activity.Activity((1 << 60) - 1, busy)})
         versions.publish_version(connection, version)
         # Nobody makes the files of these versions, so engines stay on version 0.
         versions.publish_version(connection, PolicyVersion(version=0, path="fake"))

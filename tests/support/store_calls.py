@@ -16,9 +16,12 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import feedback, forks, labels, limits, retention
+from turnwise.features import feedback, forks, labels, limits, records, retention
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
+from turnwise.features.page import activity, overview, search
+from turnwise.features.page.activity import Activity
+from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
 from turnwise.store import (
     archive,
@@ -31,12 +34,10 @@ from turnwise.store import (
     keys,
     media,
     notices,
-    overview,
     policies,
     rewards,
     rows,
     schema,
-    search,
     selection,
     serving,
     sessions,
@@ -45,8 +46,7 @@ from turnwise.store import (
     versions,
 )
 from turnwise.store.experiences import with_advantages
-from turnwise.store.notices import Activity, TrainerStatus
-from turnwise.store.search import Contents
+from turnwise.store.notices import TrainerStatus
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
     DEFAULT_POLICY,
@@ -326,14 +326,14 @@ OF_TENANT: dict[str, Ask] = {
     "a conversation of the Responses API": lambda c: conversations.newest_in_conversation(c, "t", "s", "conv"),
     "a repeated call": lambda c: turns.find_turn(c, "t", "s", request_key="key"),
     "counts of a tenant": lambda c: overview.count_rows(c, "t"),
-    "the number of a tenant's sessions": lambda c: search.count_sessions(c, TENANT),
-    "an export of a tenant": lambda c: list(search.session_records(c, TENANT)),
+    "the number of a tenant's sessions": lambda c: records.count_sessions(c, TENANT),
+    "an export of a tenant": lambda c: list(records.session_records(c, TENANT)),
     "experiences of a tenant": lambda c: list(experiences.experiences(c, TENANT)),
     "experiences of a group": lambda c: list(with_advantages(c, dataclasses.replace(TENANT, group_id="g"))),
     "experiences of groups": lambda c: list(experiences.experiences_of_groups(c, [1])),
     "last updates of sessions": lambda c: updates.last_updates(c, "t", ["s"]),
     "versions of an evaluation": lambda c: experiences.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
-    "imported sessions": lambda c: search.imported_digests(c, "t", ["s"]),
+    "imported sessions": lambda c: records.imported_digests(c, "t", ["s"]),
     "what a session waits for": lambda c: groups.progress_of(c, _session("member", group_id="g")),
     "how a session's calls are sampled": lambda c: turns.newest_samplings(c, "t", "s"),
     "how a tenant's calls are sampled": lambda c: turns.newest_samplings(c, "t"),
@@ -421,7 +421,7 @@ OF_ALL: dict[str, Ask] = {
         updates.last_update_id(c),
     ),
     "digests of an update": lambda c: updates.trained_digests(c, 1),
-    "groups for the metrics": overview.unfinished_groups,
+    "groups for the metrics": groups.unfinished_groups,
     "imported groups": groups.imported_groups,
     "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
     "open sessions with a reward": claims.num_open_with_reward,
@@ -451,8 +451,8 @@ OF_ALL: dict[str, Ask] = {
         experiences.held_out_sessions(c, 1, 4),
     ),
     "a lease": _lease,
-    "engine activity": lambda c: [notices.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
-    "idle shares of engines": lambda c: notices.idle_shares(c, {1: (NOW - WEEK, NOW)}),
+    "engine activity": lambda c: [activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
+    "idle shares of engines": lambda c: activity.idle_shares(c, {1: (NOW - WEEK, NOW)}),
     "trainers": lambda c: (
         notices.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
         notices.note_sign_of_life(c, "trainer"),
@@ -488,8 +488,8 @@ OF_ALL: dict[str, Ask] = {
 """Calls of the trainer and of maintenance, which are of all tenants."""
 
 OF_THE_WHOLE_STORE: dict[str, Ask] = {
-    "an export of everything": lambda c: list(search.session_records(c, SessionFilter())),
-    "the number of all sessions": lambda c: search.count_sessions(c, SessionFilter()),
+    "an export of everything": lambda c: list(records.session_records(c, SessionFilter())),
+    "the number of all sessions": lambda c: records.count_sessions(c, SessionFilter()),
     "counts of the store": overview.count_rows,
     "all updates": lambda c: updates.updates_after(c, -1, None),
     "summaries of policies": policies.summarise_policies,

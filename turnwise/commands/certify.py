@@ -372,7 +372,7 @@ def _compare(database: str) -> dict[str, Any]:
     """Return, by stage, the versions that sampled it and the gaps to a forward pass of their files."""
     from trainer.forward import ForwardChecker
     from turnwise.commands.place import opened
-    from turnwise.store.search import session_records
+    from turnwise.features.records import session_records
     from turnwise.store.selection import SessionFilter
     from turnwise.verify.records import Verification, all_policies
 

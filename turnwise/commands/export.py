@@ -168,10 +168,10 @@ def _is_at_least(reward: float | None, bound: float | None) -> bool:
 
 def _sessions(conn: Connection, wanted: SessionFilter) -> Iterator[Json]:
     from turnwise.exchange import session_document as documents
-    from turnwise.store import search
+    from turnwise.features import records
     from turnwise.store.media import read_media
 
-    for record in search.session_records(conn, wanted):
+    for record in records.session_records(conn, wanted):
         tenant = record.session.tenant
 
         def data_url(digest: str, tenant: str = tenant) -> str:

@@ -133,11 +133,14 @@ def forget(
 
 
 def _contents(store: Database, tenant: str, session_id: str | None, user_id: str | None) -> str:
-    from turnwise.store import keys, search
+    from turnwise.features import records
+    from turnwise.store import keys
     from turnwise.store.selection import SessionFilter
 
     with store.read() as conn:
-        num_sessions = search.count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id, user_id=user_id))
+        num_sessions = records.count_sessions(
+            conn, SessionFilter(tenant=tenant, session_id=session_id, user_id=user_id)
+        )
         num_keys = len(keys.list_keys(conn, tenant)) if session_id is None and user_id is None else 0
         tenants = sorted({key.tenant for key in keys.list_keys(conn, None)})
     if session_id is not None and not num_sessions:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from turnwise.credit import latest_lines
+from turnwise.features import records
 from turnwise.parts import turn_fields
-from turnwise.store import search
 from turnwise.store.turns import TurnView
 from turnwise.types import Json, Reward, Turn, values_of
 
@@ -24,7 +24,7 @@ OF_THE_STORE = frozenset(
 )
 
 
-def session_document(record: search.SessionRecord) -> Json:
+def session_document(record: records.SessionRecord) -> Json:
     """Return a session with its turns in order of `seq`, and its effective rewards in order of arrival."""
     document: Json = values_of(record.session) | {"policy": record.policy} | values_of(record.columns)
     names = record.policies

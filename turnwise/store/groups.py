@@ -29,6 +29,7 @@ from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Sessio
 log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
+MOST_UNFINISHED = 10_000
 PARTS_AT_ONCE = 500
 _TRAINABLE = [outcome.value for outcome in TRAINABLE_OUTCOMES]
 _OF_A_PART = frozenset(
@@ -353,3 +354,18 @@ def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[in
         .group_by(sessions.c.group_pk)
     )
     return {row.group_pk: row.version for row in found}
+
+
+def unfinished_groups(conn: sa.Connection, tenant: str | None = None) -> dict[str, int]:
+    """Count the open, ready and claimed groups of all tenants or of one, at most `MOST_UNFINISHED` of each.
+
+    Groups that agents gave up stay open until they are pruned, so there may be any number of them.
+    """
+    status = groups.c.status
+    unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
+    of_tenant = [] if tenant is None else [groups.c.tenant == tenant]
+    some = [
+        sa.select(status).where(status == value, *of_tenant).limit(MOST_UNFINISHED).subquery() for value in unfinished
+    ]
+    counted = [sa.select(sa.func.count()).select_from(each).scalar_subquery() for each in some]
+    return dict(zip(unfinished, conn.execute(sa.select(*counted)).one(), strict=True))

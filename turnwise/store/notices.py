@@ -1,30 +1,26 @@
-"""Notices between processes: leases (also when a clock jumps), reports and kept state of trainers, engines' seconds.
+"""Notices between processes: leases (also when a clock jumps), and reports and kept state of trainers.
 
 A lease is a named lock with a time limit and a fencing token; its holder may run a reload. A trainer reports in words,
 and a thread of its process renews `seen_at`. One that stops or fails says so; one that was killed says nothing, and
 counts as silent after a while. The trainer `NAME/3` trains the policy with the number 3: of all tenants only the one
 that owns the policy sees its report.
-
-The seconds in which each engine served and ran calls have one row for each engine and minute. A second is one bit, so
-the seconds that several proxy processes observed are combined by OR, and storing the same again changes nothing.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import datetime
 import enum
 import json
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from turnwise.errors import LeaseLost
 from turnwise.store.database import clock
 from turnwise.store.rows import RowFormat, StoredRow, dump, to_micros
-from turnwise.store.schema import engine_minutes, leases, policies, trainer_states, trainer_status, weight_servers
+from turnwise.store.schema import leases, policies, trainer_states, trainer_status, weight_servers
 from turnwise.store.statements import insert_ignoring
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, SessionKey, name_digest
 
@@ -32,9 +28,6 @@ T = TypeVar("T")
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 """A trainer without a sign of life for this long counts as silent."""
-MINUTE_SECONDS = 60
-KEPT_MINUTES = 30 * 24 * 60
-Period = tuple[datetime.datetime, datetime.datetime]
 
 
 def acquire_lease(
@@ -199,63 +192,3 @@ def forget_in_states(conn: sa.Connection, sessions: Collection[SessionKey], grou
         }
         if left != state:
             keep_state(conn, row.policy_id, left)
-
-
-class Activity(NamedTuple):
-    """The seconds of one minute, second 0 as the lowest bit."""
-
-    served: int
-    busy: int
-
-
-def add_activity(conn: sa.Connection, seen: Mapping[tuple[int, str], Activity]) -> None:
-    """Add seconds to the rows of minute (since 1970) and engine, and delete rows that are too old."""
-    for (minute, engine), activity in sorted(seen.items()):
-        if not insert_ignoring(conn, engine_minutes, {"minute": minute, "engine": engine, **activity._asdict()}):
-            conn.execute(
-                sa.update(engine_minutes)
-                .where(engine_minutes.c.minute == minute, engine_minutes.c.engine == engine)
-                .values(
-                    served=engine_minutes.c.served.bitwise_or(activity.served),
-                    busy=engine_minutes.c.busy.bitwise_or(activity.busy),
-                )
-            )
-    if seen:
-        newest, _ = max(seen)
-        conn.execute(sa.delete(engine_minutes).where(engine_minutes.c.minute < newest - KEPT_MINUTES))
-
-
-def idle_shares(conn: sa.Connection, periods: Mapping[int, Period]) -> dict[int, float | None]:
-    """Return for each period the share of the engines' serving seconds in which no call ran.
-
-    None for a period in which no engine served or nothing was observed.
-    """
-    if not periods:
-        return {}
-    bounds = {key: (int(begin.timestamp()), int(end.timestamp())) for key, (begin, end) in periods.items()}
-    first, last = min(begin for begin, _ in bounds.values()), max(end for _, end in bounds.values())
-    found = conn.execute(
-        sa.select(engine_minutes.c.minute, engine_minutes.c.served, engine_minutes.c.busy)
-        .where(engine_minutes.c.minute.between(first // MINUTE_SECONDS, last // MINUTE_SECONDS))
-        .order_by(engine_minutes.c.minute)
-    ).all()
-    minutes = [row.minute for row in found]
-
-    def share(begin: int, end: int) -> float | None:
-        low, high = (
-            bisect.bisect_left(minutes, begin // MINUTE_SECONDS),
-            bisect.bisect_right(minutes, end // MINUTE_SECONDS),
-        )
-        num_served = num_idle = 0
-        for row in found[low:high]:
-            served = row.served & _bits(begin - MINUTE_SECONDS * row.minute, end - MINUTE_SECONDS * row.minute)
-            num_served += served.bit_count()
-            num_idle += (served & ~row.busy).bit_count()
-        return num_idle / num_served if num_served else None
-
-    return {key: share(*each) for key, each in bounds.items()}
-
-
-def _bits(begin: int, end: int) -> int:
-    low, high = max(begin, 0), min(end, MINUTE_SECONDS)
-    return (1 << high) - (1 << low) if high > low else 0

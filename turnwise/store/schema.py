@@ -306,15 +306,6 @@ weight_servers = sa.Table(
     sa.Column("announced_at", Instant, nullable=False),
 )
 
-engine_minutes = sa.Table(
-    "engine_minutes",
-    metadata,
-    sa.Column("minute", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("engine", sa.Text, primary_key=True),
-    sa.Column("served", sa.BigInteger, nullable=False),
-    sa.Column("busy", sa.BigInteger, nullable=False),
-)
-
 api_keys = sa.Table(
     "api_keys",
     metadata,

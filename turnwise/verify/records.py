@@ -18,8 +18,9 @@ import numpy as np
 
 from turnwise.chains import is_trainable
 from turnwise.errors import BadCheckpoint
+from turnwise.features import records
 from turnwise.parts import known as known_parts
-from turnwise.store import rows, search, updates, versions
+from turnwise.store import rows, updates, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.media import read_media
 from turnwise.store.selection import SessionFilter
@@ -115,7 +116,7 @@ def _problems(turn: Turn, seq: int, known: dict[str, Turn], served_at: Mapping[i
     return found
 
 
-def check_files(conn: Connection, record: search.SessionRecord, report: Verification) -> None:
+def check_files(conn: Connection, record: records.SessionRecord, report: Verification) -> None:
     """Check that the file of each image of a session is stored, and has the digest that names it."""
     session = record.session
     digests = {digest for turn in record.turns for digest in image_digests(turn.messages)}
@@ -152,7 +153,7 @@ def _sample_problems(turn: Turn) -> list[tuple[str, str]]:
     return [(f"logprobs[{index}]", f"{turn.logprobs[index]} is no logarithm of a probability") for index in wrong[:1]]
 
 
-def check_record(record: search.SessionRecord, report: Verification) -> None:
+def check_record(record: records.SessionRecord, report: Verification) -> None:
     session = f"session {record.session.session_id!r}"
     for turn in record.turns:
         recomputed = rows.turn_row(turn, 0)["digest"]
@@ -249,8 +250,8 @@ def verify(
         with database.read() as conn:
             for update in updates.updates_after(conn, -1, None):
                 check_update(conn, update, report)
-            num_sessions = search.count_sessions(conn, wanted)
-            for number, record in enumerate(search.session_records(conn, wanted), 1):
+            num_sessions = records.count_sessions(conn, wanted)
+            for number, record in enumerate(records.session_records(conn, wanted), 1):
                 session = record.session
                 is_sound = check_turns(session.session_id, session.num_turns, record.turns, report, served_at)
                 check_record(record, report)
@@ -265,7 +266,7 @@ def verify(
 
 
 def _check_logprobs(
-    record: search.SessionRecord, checker: Checker, report: Verification, is_drawn: Callable[[], bool]
+    record: records.SessionRecord, checker: Checker, report: Verification, is_drawn: Callable[[], bool]
 ) -> None:
     for view in record.views():
         if is_trainable(view.turn) and is_drawn():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
 
+from proxy.features.page.beside import Page
 from proxy.features.retention.deletion import Retention
 from proxy.routes.control import Caller, CheckedRoute, Here, Id, answer, describe_answer
 from proxy.routes.declared import Routes
@@ -35,7 +36,7 @@ async def delete_tenant(services: Here, principal: Caller) -> Response:
     """
     total = await services.beside[Retention].delete_all(retention.delete_tenant, principal.tenant)
     services.forget_keys()
-    services.counts.forget(principal.tenant)
+    services.beside[Page].counts.forget(principal.tenant)
     return answer(await _finish(services, total))
 
 

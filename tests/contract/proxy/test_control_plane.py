@@ -16,11 +16,12 @@ from support.in_process import in_process_proxy
 from support.ledger_samples import update_record
 from support.waiting import WAIT_SECONDS, wait_until
 
+from proxy.features.page.beside import MAX_SEARCHES
 from proxy.routes import control, policies
 from proxy.routes.rewards import read_lines
-from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
-from turnwise.store import claims, keys, search, versions
+from turnwise.features.page import search
+from turnwise.store import claims, keys, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion
 

@@ -13,9 +13,9 @@ from support.migrated import migrated, writing
 from support.proxies import RunningProxy
 from support.waiting import WAIT_SECONDS, wait_until
 
-from proxy import readings
+from proxy.features.page import readings
+from proxy.features.page.readings import Event, Events, changes_between
 from proxy.metrics import Metrics
-from proxy.readings import Event, Events, changes_between
 from turnwise.errors import Overloaded
 from turnwise.store import keys
 

@@ -17,7 +17,8 @@ from support.ledger_samples import add_session
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
-from turnwise.store import overview, schema, sessions
+from turnwise.features.page import overview
+from turnwise.store import schema, sessions
 from turnwise.store.database import Database, attempt
 from turnwise.store.notices import acquire_lease, renew_lease
 from turnwise.types import Session

@@ -11,7 +11,7 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import WAIT_SECONDS, wait_until
 
-from proxy.routes.summaries import training_note
+from proxy.routes.training_note import training_note
 from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
@@ -20,7 +20,8 @@ from trainer.claims.ledger import RunProgress, StopFlag, outlast
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, overview, serving, sessions, versions
+from turnwise.features.page import overview
+from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Database
 from turnwise.store.notices import TrainerStatus
 from turnwise.store.rewards import add_rewards

@@ -23,7 +23,8 @@ from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from turnwise.store import overview, serving, updates, versions
+from turnwise.features.page import overview
+from turnwise.store import serving, updates, versions
 from turnwise.types import DEFAULT_POLICY, PolicyStatus
 
 

@@ -22,7 +22,7 @@ from trainer.parallel import World, leave_world
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
-from turnwise.store import overview
+from turnwise.features.page import overview
 from turnwise.store.notices import TrainerState, trainer_statuses
 
 

@@ -12,7 +12,7 @@ from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 from torch import tensor
 
-from proxy.routes.summaries import summarise_updates
+from proxy.features.page.summaries import summarise_updates
 from trainer.algorithms import chord
 from trainer.algorithms.algorithm import loss_of, parts, step_weights
 from trainer.algorithms.chord import phi

@@ -8,16 +8,16 @@ import pytest
 from support.conversations import conversation_of
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.activity import MAX_WAITING, ActivityRecorder
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane, adapter_name, adapter_version
 from proxy.engines.pool import EnginePool
+from proxy.features.page.activity import MAX_WAITING, ActivityRecorder
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace
 from turnwise.errors import InvalidRequest, StoreError
+from turnwise.features.page.activity import Activity
 from turnwise.store.database import Database
-from turnwise.store.notices import Activity
 from turnwise.types import PolicyVersion, Session
 
 URLS = ["http://a", "http://b", "http://c"]

@@ -8,9 +8,11 @@ import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, finish, make_turn, update_record
 
-from proxy.readings import RecentCounts
-from proxy.routes.summaries import Mean, Summary, summarise_sessions, summarise_updates, training_note
-from turnwise.store import claims, rewards, search, sessions
+from proxy.features.page.readings import RecentCounts
+from proxy.features.page.summaries import Mean, Summary, summarise_sessions, summarise_updates
+from proxy.routes.training_note import training_note
+from turnwise.features.page import search
+from turnwise.store import claims, rewards, sessions
 from turnwise.store.database import Database
 from turnwise.store.notices import TrainerStatus, report_status
 from turnwise.store.turns import append_turns

@@ -4,8 +4,7 @@ import datetime
 
 import sqlalchemy as sa
 
-from turnwise.store.notices import KEPT_MINUTES, Activity, add_activity, idle_shares
-from turnwise.store.schema import engine_minutes
+from turnwise.features.page.activity import KEPT_MINUTES, Activity, add_activity, engine_minutes, idle_shares
 
 ALL = (1 << 60) - 1
 MINUTE = 29_000_000

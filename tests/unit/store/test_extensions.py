@@ -9,8 +9,8 @@ from support.ledger_samples import add_finished, add_session
 from turnwise.errors import InvalidRequest
 from turnwise.features import EXTENSIONS, labels, retention
 from turnwise.features.labels import Label
+from turnwise.features.records import session_records
 from turnwise.store import extensions, sessions
-from turnwise.store.search import session_records
 from turnwise.store.selection import SessionFilter
 
 

@@ -12,9 +12,9 @@ from support.store_fill import acknowledge
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.features import feedback, labels, retention
 from turnwise.features.labels import Label
+from turnwise.features.records import session_records
 from turnwise.store import claims, experiences, schema, sessions, turns
 from turnwise.store.database import Database
-from turnwise.store.search import session_records
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Feedback, FeedbackKind, Session, Split
 

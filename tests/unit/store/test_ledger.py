@@ -11,18 +11,8 @@ from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.features import retention
-from turnwise.store import (
-    conversations,
-    experiences,
-    groups,
-    overview,
-    rewards,
-    rows,
-    selection,
-    serving,
-    sessions,
-    versions,
-)
+from turnwise.features.page import overview
+from turnwise.store import conversations, experiences, groups, rewards, rows, selection, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.turns import append_rows, append_turns, find_turn, read_turn, read_turns
 from turnwise.types import (

@@ -10,16 +10,16 @@ import sqlalchemy as sa
 from support import store_fill
 from support.ledger_samples import add_finished, finish, make_turn, sampled_by, update_record
 
-from proxy.routes.summaries import summarise_updates
+from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.features import retention
+from turnwise.features.page import overview
 from turnwise.store import (
     arms,
     claims,
     consent,
     experiences,
     groups,
-    overview,
     policies,
     rewards,
     rows,

@@ -11,7 +11,8 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import NotFound
-from turnwise.store import conversations, experiences, overview, rewards, selection, turns, updates, versions
+from turnwise.features.page import overview
+from turnwise.store import conversations, experiences, groups, rewards, selection, turns, updates, versions
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.store.sessions import create_session, end_session, list_sessions, read_session, read_session_with_rewards
@@ -260,9 +261,9 @@ def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(database, mon
         add_session(database, session_id)
     finish(database, "c")
     with database.read() as connection:
-        assert overview.unfinished_groups(connection) == {"open": 2, "ready": 1, "claimed": 0}
-        monkeypatch.setattr(overview, "MOST_UNFINISHED", 1)
-        assert overview.unfinished_groups(connection) == {"open": 1, "ready": 1, "claimed": 0}
+        assert groups.unfinished_groups(connection) == {"open": 2, "ready": 1, "claimed": 0}
+        monkeypatch.setattr(groups, "MOST_UNFINISHED", 1)
+        assert groups.unfinished_groups(connection) == {"open": 1, "ready": 1, "claimed": 0}
 
 
 def test_a_conversation_is_found_by_the_longest_part_of_it(database):

@@ -9,9 +9,10 @@ from support.ledger_samples import add_finished, make_turn, update_record
 from support.migrated import migrated
 from support.private_postgres import PrivatePostgres
 
-from turnwise.store import claims, rewards, search, sessions, turns, updates, versions
+from turnwise.features.page import search
+from turnwise.features.page.search import Contents, search_sessions
+from turnwise.store import claims, rewards, sessions, turns, updates, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.search import Contents, search_sessions
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn
 

@@ -19,9 +19,9 @@ from turnwise.exchange.imports.drafts import Draft
 from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
 from turnwise.exchange.imports.formats import Format
 from turnwise.exchange.imports.tokenise import Tokeniser
+from turnwise.features import records
 from turnwise.json_text import dumps
 from turnwise.store import rewards as stored_rewards
-from turnwise.store import search
 from turnwise.store import sessions as stored_sessions
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection, Database
@@ -115,7 +115,7 @@ def import_files(
     units = _units(path, reader, rule, report)
     while some := list(itertools.islice(units, SESSIONS_AT_ONCE)):
         with database.read() as conn:
-            known = search.imported_digests(conn, rule.tenant, [name for unit in some for name in unit.session_ids])
+            known = records.imported_digests(conn, rule.tenant, [name for unit in some for name in unit.session_ids])
         new = [unit for unit in some if not _is_known(unit, known, rule, report)]
         ready = [unit for unit in new if _prepare(unit, reader, tokeniser, rule, report)]
         if not rule.is_dry_run:

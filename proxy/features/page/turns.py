@@ -31,7 +31,7 @@ from turnwise.store.turns import TurnView
 from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn, image_digests
 from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
-router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
+router = APIRouter(route_class=CheckedRoute, tags=["sessions"])
 
 
 IMAGE_HEADERS = {"content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff"}

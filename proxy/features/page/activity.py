@@ -14,7 +14,7 @@ from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
 from turnwise.errors import StoreError
-from turnwise.store import notices
+from turnwise.features.page import activity
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ActivityRecorder:
         self._metrics = metrics
         self._num_started: dict[str, int] = {}
         """Calls that an engine had started at the last sample, by URL."""
-        self._waiting: dict[tuple[int, str], notices.Activity] = {}
+        self._waiting: dict[tuple[int, str], activity.Activity] = {}
         """What is not stored yet, by minute and engine."""
 
     async def run(self) -> None:
@@ -49,14 +49,14 @@ class ActivityRecorder:
 
     def sample(self, now: float) -> None:
         """Note which engines serve in the second of this instant, and which have run a call since the last sample."""
-        minute, second = divmod(int(now), notices.MINUTE_SECONDS)
+        minute, second = divmod(int(now), activity.MINUTE_SECONDS)
         for engine in self._pool.engines:
             is_busy = engine.num_calls > 0 or engine.num_started != self._num_started.get(engine.url, 0)
             self._num_started[engine.url] = engine.num_started
             if engine.is_serving or is_busy:
-                before = self._waiting.get((minute, engine.url), notices.Activity(0, 0))
+                before = self._waiting.get((minute, engine.url), activity.Activity(0, 0))
                 bit = 1 << second
-                self._waiting[minute, engine.url] = notices.Activity(
+                self._waiting[minute, engine.url] = activity.Activity(
                     before.served | (bit if engine.is_serving else 0), before.busy | (bit if is_busy else 0)
                 )
 
@@ -66,7 +66,7 @@ class ActivityRecorder:
             return
         stored, self._waiting = self._waiting, {}
         try:
-            await self._writer.do(notices.add_activity, stored)
+            await self._writer.do(activity.add_activity, stored)
         except StoreError as error:
             self._metrics.background_errors.labels("engine_activity").inc()
             log.warning("the engines' activity could not be stored, will retry: %s", error)

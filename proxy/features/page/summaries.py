@@ -1,4 +1,4 @@
-"""What is stored, in a few words and numbers, for people: sessions in lists, updates, and what a session waits for."""
+"""What is stored, in a few words and numbers, for people: sessions in lists, and updates."""
 
 from __future__ import annotations
 
@@ -11,22 +11,13 @@ from typing import Any
 
 import orjson
 
-from turnwise import sampling
-from turnwise.store import groups, notices, search, turns, updates
+from turnwise.features.page import activity, search
+from turnwise.store import updates
 from turnwise.store.database import Connection
-from turnwise.types import GroupStatus, Json, Session, Split, UpdateRecord
+from turnwise.types import GroupStatus, Json, Session, UpdateRecord
 
 MAX_CHARACTERS = 300
 MAX_TASKS = 50
-SINGLE = {
-    GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
-    GroupStatus.READY: "It is a single session and waits for the trainer, which takes several at once",
-    GroupStatus.CLAIMED: "It is a single session that the trainer works on",
-    GroupStatus.TRAINED: "It is a single session and was trained",
-    GroupStatus.DROPPED: "It is a single session and was not trained",
-}
-"""The training note of a session that is its own group, by the state of that group."""
-COMPARED = "Its reward is compared with those of other single sessions of the same agent."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,42 +71,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
 
-def training_note(conn: Connection, session: Session) -> str:
-    """Return what a session that is over waits for until it is trained, or why it is not trained, as a sentence."""
-    if session.split is Split.EVAL:
-        return "A session of split `eval` is not trained."
-    if not session.train:
-        return "The session is marked `train = false` and is not trained."
-    left_out = sampling.count_not_trained(turns.newest_samplings(conn, session.tenant, session.session_id))
-    return _waits_for(conn, session) + ("" if left_out is None else f" {left_out} {sampling.ADVICE}")
-
-
-def _waits_for(conn: Connection, session: Session) -> str:
-    missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
-    group = groups.progress_of(conn, session)
-    if group is None:
-        return "It was deleted."
-    if group.group_size == 1:
-        reason = f": {group.reason}" if group.reason else ""
-        return f"{missing}{SINGLE[group.status]}{reason}. {COMPARED}"
-    name = f"Group {session.group_id!r}"
-    if group.status != GroupStatus.OPEN:
-        return f"{missing}{name} is {group.status}" + (f": {group.reason}." if group.reason else ".")
-    if group.group_size is None:
-        return (
-            f"{missing}{name} has no `group_size`: it closes when nothing has happened in it for the trainer's "
-            "`stalled_seconds`."
-        )
-    awaited = {
-        "not created": group.group_size - group.num_sessions,
-        "not ended": group.num_open,
-        "ended without a reward (`unrewarded_seconds`)": group.num_sessions - group.num_finished - group.num_open,
-    }
-    named = [f"{count} {what}" for what, count in awaited.items() if count > 0]
-    done = f"{missing}{name} has {group.num_finished} of {group.group_size} sessions that are over and have a reward."
-    return done + (f" Missing: {', '.join(named)}." if named else "")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mean:
     """The mean of some sessions' rewards."""
@@ -153,7 +108,7 @@ def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> lis
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
     in_update = updates.groups_of(conn, tenant, list(judged))
-    idle = notices.idle_shares(conn, _periods(newest))
+    idle = activity.idle_shares(conn, _periods(newest))
     return [
         UpdateSummary(
             update_id=update.update_id,
@@ -178,8 +133,8 @@ def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> lis
     ]
 
 
-def _periods(newest: Sequence[UpdateRecord]) -> dict[int, notices.Period]:
-    periods: dict[int, notices.Period] = {}
+def _periods(newest: Sequence[UpdateRecord]) -> dict[int, activity.Period]:
+    periods: dict[int, activity.Period] = {}
     last: dict[str, datetime.datetime] = {}
     for update in reversed(newest):
         if update.trainer_id in last:

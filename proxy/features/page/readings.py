@@ -26,7 +26,8 @@ import cachetools
 from proxy.http.places import Places
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
-from turnwise.store import notices, overview
+from turnwise.features.page import overview
+from turnwise.store import notices
 from turnwise.store.database import Database
 from turnwise.types import Json, utc_now
 

@@ -16,10 +16,9 @@ from turnwise.store.notices import TrainerStatus, trainer_statuses
 from turnwise.store.policies import is_shown_to
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import NO_TENANT, groups, policy_versions, sessions, turns, updates
-from turnwise.types import GroupStatus, Json, utc_now
+from turnwise.types import Json, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
-MOST_UNFINISHED = 10_000
 NUM_SESSIONS = 200
 NUM_POLICIES = 20
 StateKey = tuple[str, str | int]
@@ -43,21 +42,6 @@ class Counts:
     """Updates of the tenant's own policies and of the default one."""
     trainers: list[TrainerStatus]
     """The last reports of the trainers of those policies, newest first."""
-
-
-def unfinished_groups(conn: sa.Connection, tenant: str | None = None) -> dict[str, int]:
-    """Count the open, ready and claimed groups of all tenants or of one, at most `MOST_UNFINISHED` of each.
-
-    Groups that agents gave up stay open until they are pruned, so there may be any number of them.
-    """
-    status = groups.c.status
-    unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
-    of_tenant = [] if tenant is None else [groups.c.tenant == tenant]
-    some = [
-        sa.select(status).where(status == value, *of_tenant).limit(MOST_UNFINISHED).subquery() for value in unfinished
-    ]
-    counted = [sa.select(sa.func.count()).select_from(each).scalar_subquery() for each in some]
-    return dict(zip(unfinished, conn.execute(sa.select(*counted)).one(), strict=True))
 
 
 def count_rows(conn: sa.Connection, tenant: str | None = None) -> Counts:

@@ -27,7 +27,7 @@ class PageFiles(StaticFiles):
     """The page's scripts and styles, and the licences of its parts."""
 
     def __init__(self) -> None:
-        super().__init__(packages=[("proxy.routes", "web")])
+        super().__init__(packages=[("proxy.features.page", "web")])
 
     def file_response(self, *arguments: Any, **options: Any) -> Response:
         response = super().file_response(*arguments, **options)
