@@ -71,7 +71,6 @@ ACTION_OF_ROUTE = {
     "POST /v1/rewards": "reward",
     "GET /v1/consent": "read",
     "POST /v1/consent": "label",
-    "GET /v1/experiences": "experiences",
     "GET /v1/policies": "read",
     "POST /v1/policies": "publish",
     "POST /v1/policies/{version}/activate": "activate",

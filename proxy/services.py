@@ -23,7 +23,6 @@ from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
-from proxy.http.places import Places
 from proxy.metrics import Metrics
 from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.driver import Reloader
@@ -42,10 +41,6 @@ from turnwise.store.database import Database, readable_files
 log = logging.getLogger(__name__)
 
 NUM_READERS = 8
-NUM_EXPORTS = 4
-"""Maximum number of pages of exports that are read at the same time."""
-MAX_EXPORTS, MAX_TENANT_EXPORTS = 64, 4
-"""Maximum number of concurrent exports, and of those of one tenant; each holds a page of sessions in memory."""
 ANNOUNCE_SECONDS = 1.0
 """How long an engine stays paused at most until all workers have noted what it has loaded."""
 GAUGES_SECONDS = 1.0
@@ -100,9 +95,6 @@ class Services:
         self.peers = peers
         self.metrics = metrics = Metrics(metrics_directory)
         self.database = database
-        self.exports = Database(settings.database.get_secret_value(), pool_size=NUM_EXPORTS)
-        """Reads the pages of exports, so that they do not delay other reads."""
-        self.exporting = Places("read exports", MAX_EXPORTS, MAX_TENANT_EXPORTS)
         self.writer = Writer(settings, metrics, in_store)
         self.pool = EnginePool(
             settings.engine,
@@ -250,8 +242,7 @@ class Services:
         with contextlib.suppress(StoreError):
             await self.sweeper.record_key_uses()
         await self.writer.close()
-        for opened in (self.database, self.exports):
-            opened.close()
+        self.database.close()
 
 
 def services_of(request: Request) -> Services:

@@ -28,6 +28,7 @@ IN_STORE: tuple[str, ...] = ("turnwise.features",)
 
 ROUTES: tuple[str, ...] = (
     "proxy.features.page.routes",
+    "proxy.features.exports",
     "proxy.features.labels",
     "proxy.features.forks",
     "proxy.features.retention.routes",
@@ -43,7 +44,8 @@ class Settings(PinSettings, LimitSettings, PriceSettings, RetentionSettings, Fee
 
 def beside() -> tuple[type[Beside], ...]:
     """Return what features do beside calls; only a process that serves imports it."""
+    from proxy.features.exports import Exports
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
 
-    return (Page, Retention)
+    return (Page, Exports, Retention)

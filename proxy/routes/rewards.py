@@ -1,4 +1,4 @@
-"""Routes that write rewards, each request once, and that read experiences."""
+"""Routes that write rewards, each request once."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import asyncio
 import collections
 import dataclasses
 import hashlib
-import itertools
 import pickle
-from collections.abc import Generator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
-from starlette.types import Receive, Scope, Send
 
 from proxy.auth import Principal
 from proxy.http.asgi import MAX_STRINGS
 from proxy.routes.control import Body, Caller, CheckedRoute, Count, Here, Id, RewardValue, Text, describe_answer, page
-from proxy.routes.sessions import GAMMA_UNUSED, session_filter
 from proxy.services import Services
 from proxy.settings import ProxySettings
 from proxy.writer.process import add_pickled
-from turnwise.chains import experience_json
-from turnwise.errors import InvalidRequest
-from turnwise.json_text import dumps, loads
-from turnwise.store import experiences, selection
+from turnwise.json_text import loads
+from turnwise.store import selection
 from turnwise.store import updates as stored_updates
-from turnwise.store.selection import SessionFilter
-from turnwise.types import TRAINED_ROLES, Credit, Reward, Role
+from turnwise.types import Reward
 
 MAX_LINES = 10_000
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=256)]
@@ -112,20 +104,6 @@ def read_lines(raw: bytes) -> list[RewardLine] | None:
 router = APIRouter(prefix="/v1", route_class=RewardsRoute, tags=["rewards"])
 
 
-class Export(StreamingResponse):
-    """Streams lines, and frees the tenant's place even if the client disconnects early."""
-
-    def __init__(self, first: bytes, lines: Generator[bytes]) -> None:
-        self._lines = lines
-        super().__init__(itertools.chain((first,), lines), media_type="application/jsonl")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await asyncio.to_thread(self._lines.close)
-
-
 @router.post("/rewards", responses=describe_answer("RewardsAnswer"))
 async def post_rewards(
     wanted: RewardLines,
@@ -180,42 +158,3 @@ def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], re
         session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id or "" for line in lines]
         updates = stored_updates.last_updates(connection, tenant, session_ids)
     return page(Reached(num, updates.get(each)) for num, each in zip(reached, session_ids, strict=True))
-
-
-@router.get("/experiences", response_class=StreamingResponse)
-async def list_experiences(
-    services: Here,
-    principal: Caller,
-    matching: Annotated[SessionFilter, Depends(session_filter)],
-    session_id: Id | None = None,
-    credit: Credit | None = None,
-    gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
-    reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
-    merge: Literal["turn", "chain"] = "turn",
-    role: Annotated[
-        list[Role] | None, Query(description="Roles that are trained; by default main and sub_agent.")
-    ] = None,
-) -> StreamingResponse:
-    """Return the experiences to train as JSON Lines, with the sessions' credit policy or, as a dry run, another one.
-
-    Sessions that are over, and a session that `session_id` names, which may be open: `status` says so. `reward` is that
-    of the turn, or of a chain under step-wise credit the sum of its turns'; `session_reward` that of the session.
-    `return` and `advantage` have one value a turn. Before training `advantage` is what `grpo` would compute from the
-    sessions of the group that are over now, and null for a session without a group. Sessions are read in pages, each as
-    it is then. Those that are marked `train = false` are left out; `train=false` returns them alone.
-    """
-    if gamma and credit is Credit.PROPAGATE:
-        raise InvalidRequest(GAMMA_UNUSED, param="gamma")
-    wanted = dataclasses.replace(matching, session_id=session_id, train=matching.train is not False)
-    roles = TRAINED_ROLES if role is None else frozenset(role)
-    shape = experiences.Shape(
-        credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, roles=roles, merge=merge
-    )
-
-    def lines() -> Generator[bytes]:
-        with services.exporting.taken(principal.tenant):
-            for experience in experiences.with_advantages(services.exports, wanted, shape):
-                yield dumps(experience_json(experience)) + b"\n"
-
-    found = lines()
-    return Export(await asyncio.to_thread(next, found, b""), found)

@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx2
 import pytest
 from openai import OpenAI
-from proxy.routes.turns import Characters, characters
 from support.migrated import migrated, writing
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from turnwise_fake_engine import running_fake_engine
 
+from proxy.features.page.turns import Characters, characters
 from turnwise.store import keys
 from turnwise.store.notices import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now

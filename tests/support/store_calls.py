@@ -16,7 +16,8 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import feedback, forks, labels, limits, records, retention
+from turnwise.features import archive, feedback, forks, labels, limits, records, retention
+from turnwise.features.advantages import with_advantages
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
 from turnwise.features.page import activity, overview, search
@@ -24,7 +25,6 @@ from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
 from turnwise.store import (
-    archive,
     arms,
     claims,
     consent,
@@ -45,7 +45,6 @@ from turnwise.store import (
     updates,
     versions,
 )
-from turnwise.store.experiences import with_advantages
 from turnwise.store.notices import TrainerStatus
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (

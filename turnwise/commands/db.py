@@ -106,7 +106,7 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
     """
     from turnwise.commands.place import opened
     from turnwise.errors import SettingsError
-    from turnwise.store import copying
+    from turnwise.features import copying
 
     if source == target:
         raise SettingsError("--from and --to name the same database")

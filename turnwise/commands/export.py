@@ -192,11 +192,12 @@ def _write_experiences(
     reward_bonus_coeff: float,
     min_reward: float | None,
 ) -> int:
+    from turnwise.features import advantages
     from turnwise.store import experiences
 
     policy = None if credit is None else Credit(credit)
     shape = experiences.Shape(credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge)
-    found = (each for each in experiences.with_advantages(conn, wanted, shape) if _is_at_least(each.reward, min_reward))
+    found = (each for each in advantages.with_advantages(conn, wanted, shape) if _is_at_least(each.reward, min_reward))
     if format_name == "jsonl":
         return _write_lines(map(_experience_line, found), output)
     if format_name == "axolotl":

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange.parquet import write_rows
+from turnwise.features import archive as stored_archive
 from turnwise.features import retention
 from turnwise.files import lock, synchronise
-from turnwise.store import archive as stored_archive
 from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.types import utc_now

@@ -22,7 +22,6 @@ from turnwise.store.groups import leave
 from turnwise.store.media import sweep_media
 from turnwise.store.notices import forget_in_states
 from turnwise.store.policies import bases_since, delete_policies
-from turnwise.store.rewards import forget_sessions
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import (
     DELETED,
@@ -242,7 +241,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     names = tuple((row.tenant, row.session_id) for row in found)
     if not found:
         return Deleted()
-    if forget_sessions(conn, names) == ROWS_AT_ONCE:
+    if _forget_answers(conn, names) == ROWS_AT_ONCE:
         return Deleted(has_more=True)
     pks = [row.session_pk for row in found]
     versions = conn.execute(
@@ -277,6 +276,15 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     gone = leave(conn, (row.group_pk for row in found), (row.group_pk for row in finished))
     forget_in_states(conn, names, gone)
     return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
+
+
+def _forget_answers(conn: sa.Connection, deleted: Sequence[SessionKey]) -> int:
+    """Delete answers for deleted sessions, at most `ROWS_AT_ONCE`; return their number."""
+    c, dialect = idempotency.c, conn.dialect
+    # The databases search by the first two conditions; the last one excludes other sessions of these tenants and ids.
+    tenants, ids = {tenant for tenant, _ in deleted}, {session_id for _, session_id in deleted}
+    is_searched = is_among(dialect, c.tenant, tenants), is_among(dialect, c.session_id, ids)
+    return delete_some(conn, idempotency, sa.and_(*is_searched, sa.tuple_(c.tenant, c.session_id).in_(deleted)))
 
 
 def sweep(conn: sa.Connection) -> bool:

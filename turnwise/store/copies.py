@@ -20,7 +20,7 @@ def _copies_of(
     """Return the rows of some sessions that hold copies of turns of these: what demonstrations made, and forks."""
     c, dialect = session_copies.c, conn.dialect
     names = [(row.tenant, row.session_id) for row in found]
-    # As in `rewards.forget_sessions`, the first two conditions are those that the databases search by.
+    # The databases search by the first two conditions; the last one excludes other sessions of these tenants and ids.
     copies = sa.select(c.session_pk).where(
         is_among(dialect, c.tenant, {tenant for tenant, _ in names}),
         is_among(dialect, c.source_id, {session_id for _, session_id in names}),

@@ -6,8 +6,7 @@ Sessions are read in batches, so a long history streams in bounded memory.
 Where several policies sampled in a session, each has the session's rewards for its own turns, as if it had sampled
 alone. The turns of the others are steps that it does not train, as those of roles that are not trained.
 
-Advantages that turns would get in training are those of `grpo` with its default settings. Single sessions have none:
-their baseline is the trainer's window of recent sessions. For an evaluation the version is read from the turns, because
+For an evaluation the version is read from the turns, because
 engines may serve another version than the one that was to be evaluated.
 """
 
@@ -15,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -30,11 +27,10 @@ import sqlalchemy as sa
 
 from turnwise import chains
 from turnwise.chains import EID, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
-from turnwise.credit import Floats, SessionCredit, assign_credit, is_uniform, latest_lines, normalised
+from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.parts import Loaded, load_parts
 from turnwise.store import rows
 from turnwise.store.database import Database
-from turnwise.store.policies import names_of_policies
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import groups, sessions, turns
@@ -59,10 +55,6 @@ from turnwise.types import (
     Turn,
 )
 
-NUM_GROUPS = 64
-"""Groups whose advantages are kept during a reading: sessions of a group are mostly stored together."""
-GroupValues = Mapping[int | None, Mapping[str, float]]
-"""The advantages of a group: by step and turn, or, under None, by session."""
 SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
 _OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 MAY_BE_TRAINED = sessions.c.train == 1
@@ -136,7 +128,7 @@ def session_credit(conn: sa.Connection, session_pk: int, policy_id: int) -> Sess
     return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
 
 
-def _opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
+def opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
     return source.read() if isinstance(source, Database) else contextlib.nullcontext(source)
 
 
@@ -144,7 +136,7 @@ def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sh
     is_rewarded = [] if shape.with_unrewarded else [sessions.c.num_rewards > 0]
     found: Sequence[StoredRow] = ()
     while True:
-        with _opened(source) as conn:
+        with opened(source) as conn:
             found = next_rows(conn, found, *clauses, *is_rewarded)
             pks = [row.session_pk for row in found]
             turns, lines = turns_of(conn, pks), rewards_of(conn, pks)
@@ -270,50 +262,6 @@ def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.flo
         if advantages.keys() >= set(turn_ids):
             return np.array([advantages[turn_id] for turn_id in turn_ids], np.float64)
     return None
-
-
-def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
-    """Yield experiences as `experiences` does, with the advantages that their turns got last, or would get.
-
-    Those of one policy, where the filter names it; each has its policy's name.
-    """
-    with _opened(source) as conn:
-        names = names_of_policies(conn)
-
-    @functools.lru_cache(NUM_GROUPS)
-    def of_group(tenant: str, group_id: str, policy_id: int) -> GroupValues:
-        of_turns = dataclasses.replace(shape, merge="turn", policy_id=policy_id)
-        in_group = SessionFilter(tenant=tenant, group_id=group_id, train=wanted.train)
-        return _group_values(experiences(source, in_group, of_turns))
-
-    for each in experiences(source, wanted, shape):
-        experience = dataclasses.replace(each, policy=names.get(each.policy_id))
-        if wanted.policy not in (None, experience.policy):
-            continue
-        is_open = experience.info["status"] == SessionStatus.OPEN.value
-        if experience.turn_advantages is not None or experience.info["single"] or is_open:
-            yield experience
-            continue
-        values = of_group(*experience.group_key, experience.policy_id)
-        if experience.is_by_step:
-            found = [values[step][turn] for turn, step in zip(experience.turn_ids, experience.turn_steps, strict=True)]
-        else:
-            found = [values[None][experience.session_id]] * len(experience.turn_ids)
-        yield dataclasses.replace(experience, turn_advantages=np.array(found, np.float64))
-
-
-def _group_values(turns: Iterable[Experience]) -> GroupValues:
-    values: dict[int | None, dict[str, float]] = defaultdict(dict)
-    for turn in turns:
-        if turn.is_by_step:
-            values[turn.turn_steps[0]][turn.turn_ids[0]] = float(turn.turn_returns[0])
-        else:
-            values[None][turn.session_id] = turn.reward
-    return {part: dict(zip(of, _centred(np.array([*of.values()])), strict=True)) for part, of in values.items()}
-
-
-def _centred(values: Floats) -> Floats:
-    return np.zeros_like(values) if len(values) == 1 or is_uniform(values) else normalised(values)
 
 
 def denied_since(conn: sa.Connection, read: Collection[SessionKey]) -> set[SessionKey]:

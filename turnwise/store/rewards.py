@@ -20,7 +20,7 @@ from turnwise.store.rows import StoredRow, dump, to_micros
 from turnwise.store.schema import idempotency, rewards, sessions, turns
 from turnwise.store.selection import LockedSession, holder, lock_sessions, sessions_of_turns
 from turnwise.store.statements import delete_some, insert_ignoring, insert_rows, is_among
-from turnwise.types import MAX_REWARD, Reward, SessionKey, SessionStatus, utc_now
+from turnwise.types import MAX_REWARD, Reward, SessionStatus, utc_now
 
 _SELECT_REWARDS = sa.select(*rewards.c, sessions.c.session_id, sessions.c.tenant).join_from(rewards, sessions)
 SEVERAL = ""
@@ -153,15 +153,6 @@ def _claim(
 
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
     return delete_some(conn, idempotency, idempotency.c.created_at < to_micros(before))
-
-
-def forget_sessions(conn: sa.Connection, deleted: Sequence[SessionKey]) -> int:
-    """Delete answers for deleted sessions, at most `ROWS_AT_ONCE`; return their number."""
-    c, dialect = idempotency.c, conn.dialect
-    # The databases search by the first two conditions; the last one excludes other sessions of these tenants and ids.
-    tenants, ids = {tenant for tenant, _ in deleted}, {session_id for _, session_id in deleted}
-    is_searched = is_among(dialect, c.tenant, tenants), is_among(dialect, c.session_id, ids)
-    return delete_some(conn, idempotency, sa.and_(*is_searched, sa.tuple_(c.tenant, c.session_id).in_(deleted)))
 
 
 def _is_key(tenant: str, session_id: str, key: str) -> sa.ColumnElement[bool]:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,23 +39,7 @@ def delete_some(conn: sa.Connection, table: sa.Table, wanted: sa.ColumnElement[b
     return conn.execute(sa.delete(table).where(sa.tuple_(*key).in_(some))).rowcount
 
 
-def last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
-    """Return the highest number that the database has assigned as a key: no later row gets a number up to it."""
-    if conn.dialect.name == "sqlite":
-        return math.inf  # a new row gets the number after the highest one that is stored
-    last = sa.select(sa.func.pg_sequence_last_value(sa.cast(_sequence_of(key), postgresql.REGCLASS)))
-    return conn.execute(last).scalar_one() or 0
-
-
-def continue_numbers(conn: sa.Connection, key: sa.Column[int]) -> None:
-    """Let the database number the next row after the highest stored key, which a copy has brought."""
-    if conn.dialect.name == "sqlite":
-        return
-    highest = sa.select(sa.func.max(key)).scalar_subquery()
-    conn.execute(sa.select(sa.func.setval(_sequence_of(key), highest)).where(highest > 0))  # a default policy has 0
-
-
-def _sequence_of(key: sa.Column[int]) -> sa.Function[Any]:
+def sequence_of(key: sa.Column[int]) -> sa.Function[Any]:
     return sa.func.pg_get_serial_sequence(key.table.name, key.name)
 
 

@@ -7,8 +7,9 @@ from support.exchanged import captured
 from support.ledger_samples import add_session, finish
 
 from turnwise.errors import StoreError
+from turnwise.features import copying
 from turnwise.features.page import overview
-from turnwise.store import copying, keys, turns, versions
+from turnwise.store import keys, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.schema import sessions
 from turnwise.types import PolicyVersion

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from proxy.routes.turns import scaffold_flags
 from turnwise_fake_engine import tokens
 
+from proxy.features.page.turns import scaffold_flags
 from proxy.sessions.conversation import CALL_IDS, NAME
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe, fields_read
 from turnwise.default_models.small_model import SmallModelSpec, train_tokenizer

@@ -7,8 +7,8 @@ import pytest
 from support.ledger_samples import add_finished, add_session, finish
 
 from turnwise.errors import Conflict
-from turnwise.features import forks, retention
-from turnwise.store import archive, claims, consent, experiences, groups, selection, sessions
+from turnwise.features import archive, forks, retention
+from turnwise.store import claims, consent, experiences, groups, selection, sessions
 from turnwise.store.database import Database
 from turnwise.store.schema import sessions as table
 from turnwise.types import ConsentMark, ConsentOf, Session

@@ -12,7 +12,7 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import retention
+from turnwise.features import advantages, retention
 from turnwise.features.page import overview
 from turnwise.store import (
     arms,
@@ -310,7 +310,7 @@ def test_each_policy_has_the_sessions_reward_for_its_own_turns(database, two):
         rewards.add_rewards(conn, [*lines, Reward(session_id="s", value=4.0)])
         sessions.end_session(conn, "default", "s")
     with database.read() as conn:
-        found = list(experiences.with_advantages(conn, SessionFilter(session_id="s")))
+        found = list(advantages.with_advantages(conn, SessionFilter(session_id="s")))
     assert [(one.policy_id, one.turn_ids, one.turn_returns.tolist(), one.reward) for one in found] == [
         (a, ("s-own",), [6.0], 7.0),
         (b, (f"s-{b}",), [6.0], 7.0),

@@ -1,7 +1,7 @@
 """Plans of all statements that routes, the proxy, the trainer and the dashboard send: none scans a table that grows.
 
-`support.store_calls` calls every function of `turnwise.store`. A call site that sends a statement there and sends none
-in these tests fails one of them, so a new statement cannot be left out.
+`support.store_calls` calls every function of `turnwise.store` and `turnwise.features`. A call site that sends a
+statement there and sends none in these tests fails one of them, so a new statement cannot be left out.
 """
 
 import ast
@@ -32,18 +32,18 @@ FILLED = ("sessions", "turns", "rewards", "groups", "trained_sessions")
 """Tables that bench/large_store.py fills; PostgreSQL reads a small table as a whole, which costs least."""
 A_SCAN = re.compile(rf"^SCAN ({GROWING})(_\d+)?\b")
 BENCH = Path(__file__).parents[3] / "bench"
-STORE = Path(turnwise.store.__file__).parent
-IN_STORE = f"{STORE}{os.sep}"
+PACKAGE = Path(turnwise.store.__file__).parents[1]
+IN_PACKAGE = f"{PACKAGE}{os.sep}"
 NOT_RECORDED = {
-    "statements.py": "sends what its callers ask for",
-    "copying.py": "reads every table whole, because a person asks for it",
-    "database.py": "connects and migrates",
+    "store/statements.py": "sends what its callers ask for",
+    "features/copying.py": "reads every table whole, because a person asks for it",
+    "store/database.py": "connects and migrates",
 }
-LOST_RACES = {"sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
+LOST_RACES = {"store/sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
 """Call sites that run only if another transaction has created the same session meanwhile."""
 ONLY_ON_POSTGRESQL = {
-    "archive.py: last_assigned(conn, groups.c.group_pk)",
-    "consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
+    "features/archive.py: _last_assigned(conn, groups.c.group_pk)",
+    "store/consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
 }
 """Call sites that send nothing on SQLite."""
 OF_A_QUARTER = "stalled groups to drop: "
@@ -76,8 +76,8 @@ class Recording:
         self.sent.append(sent)
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_filename.startswith(IN_STORE):
-                self.places.add((frame.f_code.co_filename.removeprefix(IN_STORE), frame.f_lineno))
+            if frame.f_code.co_filename.startswith(IN_PACKAGE):
+                self.places.add((frame.f_code.co_filename.removeprefix(IN_PACKAGE), frame.f_lineno))
             frame = frame.f_back
 
     @contextlib.contextmanager
@@ -260,7 +260,8 @@ def sites() -> Iterator[Site]:
 
     Calls of generators are left out: the statements are sent later, by call sites in the generators.
     """
-    modules = {path.name: ast.parse(path.read_text()) for path in sorted(STORE.glob("*.py"))}
+    files = [path for room in ("store", "features") for path in sorted((PACKAGE / room).rglob("*.py"))]
+    modules = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in files}
     generators = {
         node.name
         for module in modules.values()

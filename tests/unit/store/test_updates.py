@@ -10,11 +10,12 @@ from support.ledger_samples import add_finished, add_session, update_record
 from turnwise.chains import experience_json
 from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
+from turnwise.features.advantages import with_advantages
 from turnwise.features.page import overview
 from turnwise.features.records import session_records
 from turnwise.store import claims, experiences, policies, rewards, serving, sessions, turns, versions
 from turnwise.store.database import Database
-from turnwise.store.experiences import PER_CHAIN, with_advantages
+from turnwise.store.experiences import PER_CHAIN
 from turnwise.store.notices import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
 from turnwise.store.selection import SessionFilter
 from turnwise.store.updates import TrainedSession, UpdateGroup, last_updates, list_update_views

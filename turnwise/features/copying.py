@@ -16,7 +16,7 @@ from turnwise.store.database import Database
 from turnwise.store.media import FILES_AT_ONCE
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import media, metadata, policies, policy_versions
-from turnwise.store.statements import continue_numbers, insert_new_rows
+from turnwise.store.statements import insert_new_rows, sequence_of
 from turnwise.types import DEFAULT_POLICY
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
@@ -65,7 +65,7 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
         )
     if table.autoincrement_column is not None:
         with target.write() as writing:
-            continue_numbers(writing, table.autoincrement_column)
+            _continue_numbers(writing, table.autoincrement_column)
     return count
 
 
@@ -77,3 +77,11 @@ def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[Sequence[StoredR
 def _digest(row: StoredRow) -> int:
     values = [bytes(value) if isinstance(value, memoryview) else value for value in row]
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=_DIGEST_BITS // 8).digest())
+
+
+def _continue_numbers(conn: sa.Connection, key: sa.Column[int]) -> None:
+    """Let the database number the next row after the highest stored key, which a copy has brought."""
+    if conn.dialect.name == "sqlite":
+        return
+    highest = sa.select(sa.func.max(key)).scalar_subquery()
+    conn.execute(sa.select(sa.func.setval(sequence_of(key), highest)).where(highest > 0))  # a default policy has 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 
 from turnwise.parts import parts_of_columns
 from turnwise.store import consent, extensions
@@ -25,7 +27,7 @@ from turnwise.store.schema import (
     trained_sessions,
     turns,
 )
-from turnwise.store.statements import insert_ignoring, insert_new_rows, is_among, last_assigned
+from turnwise.store.statements import insert_ignoring, insert_new_rows, is_among, sequence_of
 from turnwise.types import Session, SessionStatus
 
 Row = Mapping[str, Any]
@@ -139,7 +141,7 @@ def _insert_group(conn: sa.Connection, group: Row) -> None:
     it gets a new one too if this database has not assigned the number yet, since a later group would get it.
     """
     unnumbered = _without(group, "group_pk")
-    is_assigned = group["group_pk"] <= last_assigned(conn, groups.c.group_pk)
+    is_assigned = group["group_pk"] <= _last_assigned(conn, groups.c.group_pk)
     if not (is_assigned and insert_ignoring(conn, groups, group)):
         insert_ignoring(conn, groups, unnumbered)
 
@@ -164,3 +166,11 @@ def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
         used = [images[link["tenant"], link["digest"]] for link in own.get(session_media.name, ())]
         parts = [] if group_pk is None else parts_of[group_pk]
         yield ArchivedSession(row, groups_by_pk.get(group_pk), parts, own, used)
+
+
+def _last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
+    """Return the highest number that the database has assigned as a key: no later row gets a number up to it."""
+    if conn.dialect.name == "sqlite":
+        return math.inf  # a new row gets the number after the highest one that is stored
+    last = sa.select(sa.func.pg_sequence_last_value(sa.cast(sequence_of(key), postgresql.REGCLASS)))
+    return conn.execute(last).scalar_one() or 0
