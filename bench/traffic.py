@@ -30,7 +30,7 @@ from turnwise_fake_engine.script import ToolCall
 
 sys.path.append(sys.path.pop(0))  # bench/proxy.py would be imported instead of the package
 
-from proxy.reload.verdict import lift
+from proxy.features.arms.verdict import lift
 from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
 from trainer.batch.advantages import moved_on
@@ -40,10 +40,10 @@ from trainer.claims import claims as trainer_source
 from trainer.claims.claims import Claims, Rewind
 from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
+from turnwise.features.arms import held_out_arms
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
 from turnwise.store import claims, serving
-from turnwise.store.arms import held_out_arms
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, UpdateRecord
 

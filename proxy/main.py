@@ -124,7 +124,13 @@ class _Server(uvicorn.Server):
         directory = None if worker is None else worker.metrics_directory
         with self.capture_signals():
             async with running_services(
-                settings, self._peers, directory, features.STEPS, features.IN_STORE, features.beside()
+                settings,
+                self._peers,
+                directory,
+                features.STEPS,
+                features.IN_STORE,
+                features.beside(),
+                features.rollout(),
             ) as services:
                 metrics = services.metrics
                 if self._log_handler is not None:

@@ -19,13 +19,13 @@ from proxy.calls.steps import CallStep, Steps
 from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import CONNECT_SECONDS, Engine
 from proxy.engines.http_client import Access, HttpClient
-from proxy.engines.pool import EnginePool
+from proxy.engines.pool import DRAIN_SECONDS, EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.metrics import Metrics
-from proxy.reload.arms import DRAIN_SECONDS
 from proxy.reload.driver import Reloader
+from proxy.reload.rollout import Rollout
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
@@ -83,11 +83,12 @@ class Services:
         steps: Iterable[type[CallStep]] = (),
         in_store: tuple[str, ...] = (),
         beside: Iterable[type[Beside]] = (),
+        rollout: type[Rollout] = Rollout,
     ) -> None:
         """Connect the services.
 
-        `steps` are those of all features, `in_store` the modules of what they have in the store, and `beside` what
-        they do beside calls.
+        `steps` are those of all features, `in_store` the modules of what they have in the store, `beside` what they do
+        beside calls, and `rollout` what brings engines to the versions of a policy.
         """
         faults = FaultPoints(settings.fault)
         self.settings = settings
@@ -147,6 +148,7 @@ class Services:
             ),
             reserve=lambda engine: peers.confirm(EngineReserved(engine.url), DRAIN_SECONDS + ANNOUNCE_SECONDS),
             files=VersionFiles(self.reading),
+            rollout=rollout,
         )
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
@@ -257,6 +259,7 @@ async def running_services(
     steps: Iterable[type[CallStep]] = (),
     in_store: tuple[str, ...] = (),
     beside: Iterable[type[Beside]] = (),
+    rollout: type[Rollout] = Rollout,
 ) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
@@ -271,7 +274,7 @@ async def running_services(
     for file in readable_files(settings.database.get_secret_value()):
         log.warning(READABLE, file, file)
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
-    services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store, beside)
+    services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store, beside, rollout)
     await services.writer.start()
     await services.reading.start()
     await peers.connect(services.apply_change)

@@ -13,12 +13,9 @@ from pydantic import Field, SecretStr, field_validator
 
 from turnwise.errors import SettingsError
 from turnwise.settings import Settings, mask_credentials
-from turnwise.types import PolicyKind
 
 CACHE_TENTHS = {"turns": 4, "messages": 4, "tokens": 1, "answers": 1}
 """How `cache_bytes` is divided."""
-HOLDOUT_SHARE = 0.1
-"""Default share of the hold-out where it costs no engine."""
 
 
 class ProxySettings(Settings):
@@ -153,19 +150,6 @@ class ProxySettings(Settings):
     """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default five times that
     of version 0, and at least 0.0005 where both are in float32, 0.25 on a coarser engine, 1.0 for a coarser checkpoint;
     on average 0.00005, 0.05 and 0.1."""
-    canary_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of new sessions that sample with a new version before all do; 0 serves it to all at once. Whole weights
-    need a second engine for a trial, adapters do not."""
-    canary_min_sessions: int = Field(default=20, ge=2)
-    """Finished sessions that each arm needs before the canary can be judged."""
-    canary_max_sessions: int = Field(default=400, ge=2)
-    """Finished sessions of the canary after which its mean alone decides."""
-    canary_reward_drop: float = Field(default=0.1, ge=0)
-    """How far the canary's mean session reward may lie below the control's."""
-    holdout_share: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the new sessions without a group that stays on an older version, in split `eval`, so that what later
-    versions gain is measured; 0 keeps none. By default 0.1 of adapters, and none of whole weights, which need an engine
-    of their own for it. Once the gain is certain, the version that is served then becomes the next hold-out."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """Form of the process's log lines on stderr."""
@@ -180,12 +164,6 @@ class ProxySettings(Settings):
     def cache_share(self, of: str) -> int:
         """Return the bytes of one of the caches in `CACHE_TENTHS`."""
         return self.cache_bytes * CACHE_TENTHS[of] // 10
-
-    def share_held_out(self, kind: PolicyKind) -> float:
-        """Return the share of the sessions that is held out where versions of this kind are served."""
-        if self.holdout_share is not None:
-            return self.holdout_share
-        return HOLDOUT_SHARE if kind is PolicyKind.LORA else 0.0
 
     def engine_tls(self) -> ssl.SSLContext | None:
         """Return how engines with `https://` are called; None for the system's authorities and no certificate.

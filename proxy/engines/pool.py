@@ -42,6 +42,8 @@ from turnwise.types import (
     Session,
 )
 
+DRAIN_SECONDS = 10.0
+"""How long an engine waits for its running calls before other whole weights are loaded; longer calls span both."""
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
 OWN_MODEL = PolicyVersion(version=0, path="")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.calls.steps import CallStep
+from proxy.features.arms.settings import ArmSettings
 from proxy.features.dropped import Dropped
 from proxy.features.feedback.settings import FeedbackSettings
 from proxy.features.limits import CallLimits
@@ -20,6 +21,7 @@ from proxy.features.retention.settings import RetentionSettings
 from proxy.settings import ProxySettings
 
 if TYPE_CHECKING:
+    from proxy.reload.rollout import Rollout
     from proxy.services import Beside
 
 STEPS: tuple[type[CallStep], ...] = (CallLimits, Dropped, Resumed, PinStep, Prices)
@@ -38,7 +40,9 @@ ROUTES: tuple[str, ...] = (
 """Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
 
 
-class Settings(PinSettings, LimitSettings, PriceSettings, RetentionSettings, FeedbackSettings, ProxySettings):
+class Settings(
+    ArmSettings, PinSettings, LimitSettings, PriceSettings, RetentionSettings, FeedbackSettings, ProxySettings
+):
     """Settings of one proxy with all of its features."""
 
 
@@ -49,3 +53,10 @@ def beside() -> tuple[type[Beside], ...]:
     from proxy.features.retention.deletion import Retention
 
     return (Page, Exports, Retention)
+
+
+def rollout() -> type[Rollout]:
+    """Return what brings engines to the versions of a policy; only a process that serves imports it."""
+    from proxy.features.arms.trials import Trials
+
+    return Trials

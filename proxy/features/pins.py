@@ -17,7 +17,7 @@ from proxy.calls.steps import CallStep
 from proxy.sessions.pinnable import check_pinnable
 from turnwise.sampling import with_numbers
 from turnwise.settings import FromJson, Settings
-from turnwise.store.arms import takes
+from turnwise.store.selection import takes
 from turnwise.types import Json, Session, Split
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.arms import Arms
 from proxy.reload.checkpoint import own_model
 from proxy.reload.lease import DriverLease
-from proxy.reload.loader import Loader, serves, weights_path
+from proxy.reload.loader import Loader, weights_path
+from proxy.reload.rollout import Rollout
 from proxy.reload.transfer import Transfers
 from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
@@ -142,6 +142,7 @@ class Reloader:
         announce: Callable[[Engine], Awaitable[None]],
         reserve: Callable[[Engine], Awaitable[None]],
         files: VersionFiles,
+        rollout: type[Rollout] = Rollout,
     ) -> None:
         self._writer = writer
         self._pool = pool
@@ -154,12 +155,12 @@ class Reloader:
         self._loader = Loader(database, settings, metrics, faults, transfers, announce, files)
         pool.load_adapter = self._loader.load_at_call
 
-        def arms_of(policy_id: int) -> Arms:
-            return Arms(policy_id, database, self.lease, pool, self._loader, settings, metrics, reserve)
+        def rollout_of(policy_id: int) -> Rollout:
+            return rollout(policy_id, database, self.lease, pool, self._loader, settings, metrics, reserve)
 
-        self._arms_of = arms_of
-        self._default = arms_of(DEFAULT_POLICY)
-        self._arms = {DEFAULT_POLICY: self._default}
+        self._rollout_of = rollout_of
+        self._default = rollout_of(DEFAULT_POLICY)
+        self._rollouts = {DEFAULT_POLICY: self._default}
         self._check_lock = asyncio.Lock()
         self._own_models: dict[str, PolicyVersion] = {}
         self._missed: tuple[int, float] | None = None
@@ -201,11 +202,8 @@ class Reloader:
     async def _follow(self) -> None:
         await self._pool.refresh()
         self._export()
-        state = self._default.state
-        self._default.note_engines(state.canary)
-        if state.canary is None or state.canary.activated_at is not None:
-            self._pool.stop_draining(before=self._pool.read_at)
-        if self._settings.engine_sleep and await self._sleeper.follow(state.active):
+        self._default.note_round()
+        if self._settings.engine_sleep and await self._sleeper.follow(self._default.state.active):
             return
         if self._pool.serving and self._next_steps():
             with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
@@ -213,8 +211,8 @@ class Reloader:
 
     def _next_steps(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
         numbers = sorted({DEFAULT_POLICY, *self._pool.served})
-        self._arms = {number: self._arms.get(number) or self._arms_of(number) for number in numbers}
-        steps = ((number, arms.next_step()) for number, arms in self._arms.items())
+        self._rollouts = {number: self._rollouts.get(number) or self._rollout_of(number) for number in numbers}
+        steps = ((number, rollout.next_step()) for number, rollout in self._rollouts.items())
         return [(number, step) for number, step in steps if step is not None]
 
     async def _drive(self) -> None:
@@ -296,18 +294,12 @@ class Reloader:
         await engine.read_label()
         await self._adopt(engine)
         await self._pool.refresh()
-        state = self._default.state
-        active = state.active
-        # Every engine serves all adapters, so it must have the active one; of whole weights it has one version.
-        is_adapter = active is not None and active.kind is PolicyKind.LORA
-        served = (active,) if is_adapter else (active, state.canary, state.holdout)
+        active = self._default.state.active
         if self._settings.engine_sleep:
             if not await self._sleeper.bring_awake(engine, active):
                 return
             await engine.read_label()
-        is_right = engine.loaded_version is not None and (
-            active is None or any(policy is not None and serves(engine, policy) for policy in served)
-        )
+        is_right = engine.loaded_version is not None and self._default.is_right(engine)
         if not is_right or await engine.is_paused():
             async with self.lease.held() as is_driver:
                 if not is_driver:

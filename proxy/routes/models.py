@@ -25,8 +25,9 @@ from proxy.routes.keys import Consent
 from turnwise import parts
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store import arms, extensions, keys, policies, updates
+from turnwise.store import extensions, keys, policies, updates
 from turnwise.store import turns as stored_turns
+from turnwise.store.earned import Earned
 from turnwise.types import (
     ConsentMark,
     Json,
@@ -198,7 +199,7 @@ ListedVersion = _create(
     "A version of a policy in a list.",
     {
         "earned": (
-            model_of(arms.Earned) | None,
+            model_of(Earned) | None,
             Field(default=None, description="What the tenant's newest finished sessions earned, with `earned=true`."),
         )
     },

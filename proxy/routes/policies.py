@@ -36,8 +36,9 @@ from proxy.routes.control import (
 )
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, Forbidden, NotFound
-from turnwise.store import arms, policies, serving, statements, updates, versions
+from turnwise.store import policies, serving, statements, updates, versions
 from turnwise.store.database import Connection
+from turnwise.store.earned import earned_by_version
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
 from turnwise.version_directory import exist_on_disk, on_disk, sizes_on_disk
 
@@ -135,7 +136,7 @@ async def list_policies(
         shared = {each.version for each in found if each.policy_id == DEFAULT_POLICY}
         listed = [{**each, "path": None} if each["version"] in shared else each for each in listed]
     if earned:
-        of_version = await services.database.fetch(arms.earned, principal.tenant)
+        of_version = await services.database.fetch(earned_by_version, principal.tenant)
         listed = [{**each, "earned": of_version.get(each["version"])} for each in listed]
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]

@@ -9,7 +9,8 @@ from support.ledger_samples import add_session, finish
 from proxy.features import Settings
 from proxy.features.pins import Pins
 from turnwise.errors import SettingsError
-from turnwise.store import arms
+from turnwise.features.arms import arms_since
+from turnwise.store import selection
 from turnwise.types import Session, Split
 
 SAY = {"role": "user", "content": "Hello."}
@@ -91,7 +92,7 @@ def test_the_greedy_calls_of_the_exploring_sessions_are_sampled_at_a_temperature
     explored = 0
     for number in range(20):
         session = f"s{number}"
-        is_drawn = arms.takes(-1, 0.3, Session(session_id=session))
+        is_drawn = selection.takes(-1, 0.3, Session(session_id=session))
         expected = (
             {"temperature": 0.8, "asked": {"temperature": 0}, "explored": True} if is_drawn else {"temperature": 0}
         )
@@ -135,5 +136,5 @@ def test_versions_are_compared_without_the_sessions_that_explored(database):
         session = add_session(database, name, explores=explores)
         finish(database, name, 1.0 if explores else 0.25)
     with database.read() as connection:
-        newer, _ = arms.arms_since(connection, session.created_at.replace(year=2000), (0, 99))
+        newer, _ = arms_since(connection, session.created_at.replace(year=2000), (0, 99))
     assert (newer.num_sessions, newer.rewards) == (1, (0.25,))

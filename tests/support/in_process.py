@@ -38,7 +38,8 @@ def in_process_proxy(
     database = Database(migrated(url))
     with running_fake_engine() as engine:
         given = features.Settings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
-        parts = {"steps": features.STEPS, "in_store": features.IN_STORE, "beside": features.beside()}
+        parts = {"steps": features.STEPS, "in_store": features.IN_STORE}
+        parts |= {"beside": features.beside(), "rollout": features.rollout()}
         with served(given, wrap, routes=features.ROUTES, **parts) as http:
             yield http, database
     database.close()

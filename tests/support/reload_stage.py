@@ -16,8 +16,11 @@ from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
+from proxy.features import IN_STORE, Settings
+from proxy.features.arms.trials import Trials
 from proxy.metrics import Metrics
 from proxy.reload.driver import Reloader
+from proxy.reload.rollout import Rollout
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -31,11 +34,11 @@ from turnwise.types import PolicyKind, PolicyVersion, Session
 class Process:
     """The reloader of a proxy process, without its timer."""
 
-    def __init__(self, stage: Stage, **settings: object) -> None:
+    def __init__(self, stage: Stage, *, rollout: type[Rollout] = Trials, **settings: object) -> None:
         metrics = Metrics()
         self._publish = stage.publish
-        given = ProxySettings(engine=[engine.url for engine in stage.engines], **settings)
-        self.writer = Writer(ProxySettings(database=stage.url), metrics)
+        given = Settings(engine=[engine.url for engine in stage.engines], **settings)
+        self.writer = Writer(ProxySettings(database=stage.url), metrics, IN_STORE)
         self.pool = EnginePool(given.engine, metrics, stage.database, timeout_seconds=60)
         self.unsuitable: str | None = None
         self.others: list[Process] = []
@@ -52,6 +55,7 @@ class Process:
             announce=self._announce,
             reserve=self._reserve,
             files=VersionFiles(self.reading),
+            rollout=rollout,
         )
 
     async def _probe(self, engine: Engine) -> None:
@@ -107,8 +111,8 @@ class Stage:
     directory: Path
 
     @contextlib.asynccontextmanager
-    async def process(self, **settings: object) -> AsyncIterator[Process]:
-        process = Process(self, **settings)
+    async def process(self, *, rollout: type[Rollout] = Trials, **settings: object) -> AsyncIterator[Process]:
+        process = Process(self, rollout=rollout, **settings)
         await process.writer.start()
         try:
             await process.reloader.start()

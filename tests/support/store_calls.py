@@ -16,7 +16,7 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, feedback, forks, labels, limits, records, retention
+from turnwise.features import archive, arms, feedback, forks, labels, limits, records, retention
 from turnwise.features.advantages import with_advantages
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
@@ -25,7 +25,6 @@ from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
 from turnwise.store import (
-    arms,
     claims,
     consent,
     conversations,
@@ -45,6 +44,7 @@ from turnwise.store import (
     updates,
     versions,
 )
+from turnwise.store.earned import earned_by_version
 from turnwise.store.notices import TrainerStatus
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
@@ -336,7 +336,7 @@ OF_TENANT: dict[str, Ask] = {
     "what a session waits for": lambda c: groups.progress_of(c, _session("member", group_id="g")),
     "how a session's calls are sampled": lambda c: turns.newest_samplings(c, "t", "s"),
     "how a tenant's calls are sampled": lambda c: turns.newest_samplings(c, "t"),
-    "what a tenant's versions earned": lambda c: arms.earned(c, "t"),
+    "what a tenant's versions earned": lambda c: earned_by_version(c, "t"),
     "what of a tenant was trained": lambda c: updates.trained_shares(c, "t"),
     "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
     "a new session of a group": lambda c: sessions.create_session(c, _session("n", group_id="g")),
@@ -401,7 +401,7 @@ GROWING_WITH_THE_TENANT = frozenset(
 """Of the calls of one tenant, those that read many of its sessions. The others read one session, turn or group."""
 
 OF_ALL: dict[str, Ask] = {
-    "what all versions earned": lambda c: arms.earned(c, None),
+    "what all versions earned": lambda c: earned_by_version(c, None),
     "what of all was trained": updates.trained_shares,
     "how all calls are sampled": lambda c: turns.newest_samplings(c, None),
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),

@@ -254,7 +254,6 @@ def _stack(
     engine_url = f"http://127.0.0.1:{ports[0]}"
     engine = ["engine", "--model", model, "--port", str(ports[0]), *(["--lora"] if kind == "lora" else [])]
     proxy = ["proxy", "--engine", engine_url, "--port", str(ports[1]), "--database", database]
-    proxy += ["--holdout-share", "0"]
     url = f"http://127.0.0.1:{ports[1]}"
     engine += ["--", *vllm_flags] if vllm_flags else []
     children = [

@@ -65,11 +65,12 @@ def policies(context: click.Context, limit: int, place: DataPlace, *, as_json: b
             found = [_with_lift(_with_rewards(each, each["earned"])) for each in newest]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
-    from turnwise.store import arms, serving, versions
     from turnwise.store import policies as stored_policies
+    from turnwise.store import serving, versions
+    from turnwise.store.earned import earned_by_version
 
     with place.store() as store, store.read() as conn:
-        of_version = arms.earned(conn, None)
+        of_version = earned_by_version(conn, None)
         named = {policy.policy_id: policy for policy in stored_policies.list_policies(conn)}
         pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [

@@ -43,7 +43,7 @@ class GpuPlan:
 
 
 SHOWN_LOGGERS = {
-    "proxy": ("proxy.reload.arms", "proxy.reload.driver"),
+    "proxy": ("proxy.reload.rollout", "proxy.reload.driver", "proxy.features.arms.trials"),
     "trainer": tuple(
         f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.starts")
     ),

@@ -1,4 +1,4 @@
-"""What features add to the store: tables, columns and conditions of lists, what follows an append or a deletion.
+"""What features add to the store: tables, columns, conditions, rules at a session's opening, what follows a change.
 
 `turnwise.features` fills these lists from its tuple. The store calls them where its story says so, and knows no
 feature; all of them may be empty.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json
+from turnwise.types import Json, Session
 
 ReadColumn: TypeAlias = "Callable[[sa.Connection, str, str | None, Collection[Any] | None], Mapping[Any, Any]]"
 """Takes the connection, what the rows are (`Column.of`), their tenant or None for all, and the names to read or None
@@ -39,9 +39,15 @@ class Column(NamedTuple):
     """Whether lists have it in each process; else only while the step of a call that names it is on."""
 
 
+Opened: TypeAlias = "Callable[[sa.Connection, Sequence[Session]], list[Session]]"
+"""Takes sessions that are about to be created; returns them as they are stored, in the same order."""
+
+
 class Extension(NamedTuple):
     """One feature's part in the store."""
 
+    opened: Opened | None = None
+    """Its rule at the opening of sessions, in the transaction that creates them."""
     after_append: Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None] | None = None
     """Takes the rows of turns that were just stored; what calls gave with them are further keys of the rows."""
     after_deletion: Callable[[sa.Connection, Sequence[int]], None] | None = None
@@ -55,6 +61,7 @@ class Extension(NamedTuple):
     """By the field of `turnwise.store.selection.SessionFilter` that they are for."""
 
 
+opened: list[Opened] = []
 after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
 after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
 tables_of_tenants: list[sa.Table] = []
@@ -66,6 +73,7 @@ conditions: dict[str, Condition] = {}
 def use(extensions: Iterable[Extension]) -> None:
     """Let the store call these extensions, in their order, and no others."""
     found = list(extensions)
+    opened[:] = [each.opened for each in found if each.opened is not None]
     after_append[:] = [each.after_append for each in found if each.after_append is not None]
     after_deletion[:] = [each.after_deletion for each in found if each.after_deletion is not None]
     tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]

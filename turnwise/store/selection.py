@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -16,7 +17,7 @@ from turnwise.store import extensions, rows
 from turnwise.store.policies import is_named
 from turnwise.store.schema import DELETED, sessions, turns
 from turnwise.store.statements import fetch_rows, num_within, read_page, size_of
-from turnwise.types import SessionKey, SessionStatus, Split
+from turnwise.types import Session, SessionKey, SessionStatus, Split
 
 _SESSIONS_AT_ONCE = 32
 _TURNS_AT_ONCE = 500
@@ -189,3 +190,9 @@ def holder(found: Mapping[str, str], turn_id: str, session_id: str | None = None
         where = f" in session {session_id!r}" if session_id else ""
         raise NotFound(f"there is no turn {turn_id!r}{where}", param="turn_id")
     return held_by
+
+
+def takes(version: int, share: float, session: Session) -> bool:
+    """Return whether a share of the sessions, drawn for a version by their ids, has this one."""
+    digest = blake2b(f"{version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

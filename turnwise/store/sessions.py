@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
-from turnwise.store import arms, consent, groups, rows
+from turnwise.store import consent, extensions, groups, rows
 from turnwise.store.rewards import add_rewards, rewards_of
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import sessions, turns
@@ -84,8 +84,10 @@ def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> di
     names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
     stored = set(fetch_rows(conn, sessions, tuple(names), names))
     new_sessions = [wanted[key] for key in sorted(wanted.keys() - stored - results.keys())]
-    assigned = arms.assign(conn, consent.restricted(conn, new_sessions))
-    trained = [session for session in assigned if session.split is Split.TRAIN and session.train]
+    new_sessions = consent.restricted(conn, new_sessions)
+    for rule in extensions.opened:
+        new_sessions = rule(conn, new_sessions)
+    trained = [session for session in new_sessions if session.split is Split.TRAIN and session.train]
     group_pks = groups.create(conn, [session for session in trained if session.group_id is None])
     joining = [session for session in trained if _key(session) not in group_pks]
     for session in sorted(joining, key=lambda each: (each.tenant, each.group_id or each.session_id)):
@@ -93,7 +95,7 @@ def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> di
             group_pks[_key(session)] = groups.join(conn, session)
         except Conflict as error:
             results[_key(session)] = error
-    new = {_key(session): session for session in assigned if _key(session) not in results}
+    new = {_key(session): session for session in new_sessions if _key(session) not in results}
     new_rows = [rows.session_row(session, group_pks.get(key)) for key, session in new.items()]
     created = set(insert_new_rows(conn, sessions, new_rows, "tenant", "session_id"))
     # Other writers may have created some of the sessions meanwhile.

@@ -51,7 +51,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
     stage, monkeypatch, tmp_path, share, num_errors, status
 ):
     """Also where the version is to be tried by a share of the sessions first."""
-    monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.rollout.RETRY_LOAD_SECONDS", 0.05)
     left = tmp_path / "left"
     left.write_text(str(num_errors))
     failing = functools.partial(stalled_files.failing_to_open, "v2", left, errno.EIO, check_version)
@@ -99,7 +99,7 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
 @pytest.mark.parametrize(("num_failures", "status"), [(1, "active"), (2, "active"), (3, "failed")])
 async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(stage, monkeypatch, num_failures, status):
     """One short lack of memory must not mark the version failed for good."""
-    monkeypatch.setattr("proxy.reload.arms.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.rollout.RETRY_LOAD_SECONDS", 0.05)
     left = [num_failures]
 
     def has_weights(directory: Path) -> bool:

@@ -12,9 +12,11 @@ from support.reload_stage import Process, Stage
 from support.waiting import WAIT_SECONDS
 
 from proxy.engines.engine import EngineState
-from proxy.reload.verdict import lift
+from proxy.features.arms.trials import Trials
+from proxy.features.arms.verdict import lift
+from proxy.reload.rollout import Rollout
+from turnwise.features.arms import Arm
 from turnwise.store import serving, turns, versions
-from turnwise.store.arms import Arm
 from turnwise.store.rewards import add_rewards
 from turnwise.store.sessions import create_session, end_session, read_session
 from turnwise.types import PolicyKind, Reward, Session, Split, Turn
@@ -46,13 +48,14 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
         assert await process.versions_of(others) == {4}
 
 
-@pytest.mark.parametrize(
-    ("kind", "statuses"), [(PolicyKind.LORA, ["holdout", "active"]), (PolicyKind.FULL, ["retired", "active"])]
-)
-async def test_by_default_adapters_have_a_hold_out_and_whole_weights_keep_their_engines(stage, kind, statuses):
-    async with stage.process() as process:
+@pytest.mark.parametrize("rollout", [Trials, Rollout])
+@pytest.mark.parametrize("kind", [PolicyKind.LORA, PolicyKind.FULL])
+async def test_by_default_and_without_the_feature_every_session_samples_with_the_newest_version(stage, kind, rollout):
+    async with stage.process(rollout=rollout) as process:
         await process.serve(1, 2, kind=kind)
-        assert stage.statuses() == statuses
+        assert stage.statuses() == ["retired", "active"]
+        taken, others = await process.open_sessions("s")
+        assert (taken, await process.versions_of(others), process.versions) == ([], {2}, [2, 2])
 
 
 async def test_a_hold_out_ends_without_its_share_or_when_its_version_is_served_again(stage):
@@ -108,8 +111,8 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
     stage, monkeypatch, gain, statuses
 ):
     """With 8 sessions a side or so the interval is about ± 1.3; a session of a group counts for neither side."""
-    monkeypatch.setattr("proxy.reload.arms.LIFT_SECONDS", 0.0)
-    monkeypatch.setattr("proxy.reload.verdict.MIN_REWARDS", 2)
+    monkeypatch.setattr("proxy.features.arms.trials.LIFT_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.features.arms.verdict.MIN_REWARDS", 2)
     async with stage.process(holdout_share=SHARE) as process:
         await process.serve(1, 2)
         held, others = await process.open_sessions("s")
@@ -244,7 +247,7 @@ async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage)
 @pytest.mark.parametrize("lost", [0, 1], ids=["the control's engine", "the trial's engine"])
 async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage, monkeypatch, lost):
     """Otherwise all later versions would wait for an engine that may never come back."""
-    monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.features.arms.trials.JUDGE_SECONDS", 0.0)
     async with on_trial(stage) as driver:
         assert driver.versions == [1, 2]
         driver.pool.engines[lost].change(EngineState.ABSENT)
@@ -254,7 +257,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage, monkey
         assert "version 2 waits for an engine" in (driver.reloader.problem or "")
         taken, _ = await driver.open_sessions("waiting")
         assert taken == []
-        monkeypatch.setattr("proxy.reload.arms.ENGINE_SECONDS", 0.0)
+        monkeypatch.setattr("proxy.features.arms.trials.ENGINE_SECONDS", 0.0)
         await driver.follow()
         assert stage.statuses() == ["active", "published"]
         assert driver.versions[1 - lost] == 1
@@ -265,7 +268,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage, monkey
 
 async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage, monkeypatch):
     """Before it no session outside the trial samples with the new version, also not at the driver."""
-    monkeypatch.setattr("proxy.reload.arms.JUDGE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.features.arms.trials.JUDGE_SECONDS", 0.0)
     async with stage.process(
         canary_share=0.5, canary_min_sessions=2, canary_max_sessions=2, holdout_share=0.0
     ) as driver:
@@ -280,7 +283,7 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
             return await write(change, *arguments)
 
         monkeypatch.setattr(driver.reloader.lease, "write", written)
-        monkeypatch.setattr("turnwise.store.arms.arms_since", equal_arms)
+        monkeypatch.setattr("turnwise.features.arms.arms_since", equal_arms)
         await driver.follow()
         assert (seen, stage.statuses()) == ([{1}], ["retired", "active"])
         assert await driver.versions_of(taken + control) == {2}

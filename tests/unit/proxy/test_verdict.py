@@ -4,13 +4,13 @@ import math
 
 import pytest
 
+from proxy.features.arms.settings import ArmSettings
+from proxy.features.arms.verdict import drift, judge
 from proxy.reload.loader import Gap, gap_to, limit_of, mismatch
-from proxy.reload.verdict import drift, judge
-from proxy.settings import ProxySettings
-from turnwise.store.arms import Arm
+from turnwise.features.arms import Arm
 from turnwise.version_directory import Probe
 
-SETTINGS = ProxySettings(canary_share=0.2, canary_min_sessions=4, canary_max_sessions=100, canary_reward_drop=0.1)
+SETTINGS = ArmSettings(canary_share=0.2, canary_min_sessions=4, canary_max_sessions=100, canary_reward_drop=0.1)
 LOGPROBS = [-1.0, -2.0, -3.0, -4.0]
 
 

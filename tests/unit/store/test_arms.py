@@ -8,8 +8,8 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, sampled_by
 
 from turnwise.errors import NotFound
-from turnwise.store import arms, serving, sessions, turns, versions
-from turnwise.store.arms import Arm, arms_since
+from turnwise.features.arms import Arm, arms_since
+from turnwise.store import selection, serving, sessions, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.sessions import create_session, read_session
 from turnwise.types import FORKED, IMPORT, Outcome, PolicyStatus, PolicyVersion, Session, Split, utc_now
@@ -119,14 +119,14 @@ def numbered(count: int) -> list[Session]:
 
 def test_a_trial_gets_its_share_of_new_sessions_and_always_the_same_ones():
     """Of 10,000 a share of 0.2 is 2,000 ± 40 (one standard deviation); the tolerance is five of them."""
-    taken = [arms.takes(7, 0.2, session) for session in numbered(10_000)]
+    taken = [selection.takes(7, 0.2, session) for session in numbered(10_000)]
     assert abs(sum(taken) - 2000) < 200
-    assert taken == [arms.takes(7, 0.2, session) for session in numbered(10_000)]
+    assert taken == [selection.takes(7, 0.2, session) for session in numbered(10_000)]
 
 
 def test_another_version_is_tried_by_other_sessions():
     """Of independent draws of 0.2 each, 0.04 are in both: 400 of 10,000, ± 20."""
-    both = [arms.takes(7, 0.2, session) and arms.takes(8, 0.2, session) for session in numbered(10_000)]
+    both = [selection.takes(7, 0.2, session) and selection.takes(8, 0.2, session) for session in numbered(10_000)]
     assert abs(sum(both) - 400) < 100
 
 

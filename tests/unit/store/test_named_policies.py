@@ -12,10 +12,9 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import advantages, retention
+from turnwise.features import advantages, arms, retention
 from turnwise.features.page import overview
 from turnwise.store import (
-    arms,
     claims,
     consent,
     experiences,

@@ -23,16 +23,14 @@ import time
 from collections.abc import Awaitable, Callable
 
 from proxy.engines.engine import Engine, EngineState
-from proxy.engines.pool import EnginePool
-from proxy.metrics import Metrics
-from proxy.reload.lease import DriverLease
-from proxy.reload.loader import Loader, serves
-from proxy.reload.verdict import drift, judge, lift
-from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed, TurnwiseError
-from turnwise.store import arms as stored_arms
+from proxy.engines.pool import DRAIN_SECONDS
+from proxy.features.arms.settings import ArmSettings
+from proxy.features.arms.verdict import drift, judge, lift
+from proxy.reload.loader import serves
+from proxy.reload.rollout import Rollout
+from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
+from turnwise.features import arms as stored_arms
 from turnwise.store import serving, versions
-from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -41,42 +39,16 @@ MIN_ENGINES = 2
 """Serving engines that a trial or a hold-out of whole weights needs."""
 MAX_DRIFT_NATS = 1.0
 """Largest KL divergence of a canary from the served version over the checkpoint's own probe, a token."""
-MAX_LOAD_ATTEMPTS = 3
-"""Attempts to load a version whose failures may pass, as those of a busy engine do; it fails after the last."""
-RETRY_LOAD_SECONDS = 1.0
 JUDGE_SECONDS = 1.0
 LIFT_SECONDS = 60.0
 ENGINE_SECONDS = 600.0
 """How long a trial of whole weights waits for an engine that it has lost; a large model takes minutes to start."""
-DRAIN_SECONDS = 10.0
-"""How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
 
 @dataclasses.dataclass(eq=False)
-class Arms:
-    """Brings one policy to the version that the store names, by trials and beside a hold-out.
+class Trials(Rollout):
+    """Brings one policy to the version that the store names, by trials and beside a hold-out."""
 
-    It runs in the process that holds the reload lease. All policies are served by this code, whether their versions are
-    whole weights or adapters.
-    """
-
-    policy_id: int
-    database: Database
-    lease: DriverLease
-    pool: EnginePool
-    loader: Loader
-    settings: ProxySettings
-    metrics: Metrics
-    reserve: Callable[[Engine], Awaitable[None]]
-    """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
-    problem: str | None = None
-    """Why the last version was not loaded; None after one that was."""
-    _failed_version: int = -1
-    _num_failures: int = 0
-    _not_before: float = 0.0
-    """When the next attempt to load it may start, on the monotonic clock."""
-    waits_for: str | None = None
-    """What a trial waits for; None if nothing is missing."""
     _judged_at: float = 0.0
     _measured_at: float = 0.0
     _recorded: Json | None = None
@@ -84,32 +56,9 @@ class Arms:
     """When a trial of whole weights was found without its engines, on the monotonic clock."""
 
     @property
-    def state(self) -> serving.ServingState:
-        return self.pool.state(self.policy_id)
-
-    def forget_failures(self) -> None:
-        self._failed_version, self._num_failures = -1, 0
-
-    def schedule_retry(self, version: int, error: TurnwiseError) -> bool:
-        """Schedule another attempt if the failure may pass; return whether one is scheduled."""
-        self._num_failures = 1 + (self._num_failures if version == self._failed_version else 0)
-        self._failed_version = version
-        may_pass = isinstance(error, ReloadFailed) and error.is_transient
-        if not may_pass or self._num_failures >= MAX_LOAD_ATTEMPTS:
-            self.forget_failures()
-            return False
-        pause = RETRY_LOAD_SECONDS * 2 ** (self._num_failures - 1)
-        self._not_before = time.monotonic() + pause
-        self.metrics.reloads.labels("retried").inc()
-        log.warning(
-            "attempt %d of %d to load policy version %d failed, the next one is in %.0f s: %s",
-            self._num_failures,
-            MAX_LOAD_ATTEMPTS,
-            version,
-            pause,
-            error,
-        )
-        return True
+    def given(self) -> ArmSettings:
+        assert isinstance(self.settings, ArmSettings)
+        return self.settings
 
     def _holdout_after(self, target: PolicyVersion) -> PolicyVersion | None:
         """Return the hold-out once the target is served: the one that there is, else the version served before it.
@@ -117,7 +66,7 @@ class Arms:
         Whole weights are held out only beside another engine.
         """
         held = self.state.holdout or self.state.active
-        if held is None or held.version >= target.version or not self.settings.share_held_out(target.kind):
+        if held is None or held.version >= target.version or not self.given.holdout_share:
             return None
         needs_engine = target.kind is PolicyKind.FULL
         return None if needs_engine and len(self.pool.serving) < MIN_ENGINES else held
@@ -130,113 +79,56 @@ class Arms:
         kept = [engine for engine in engines if holdout is not None and serves(engine, holdout)]
         return [engine for engine in engines if engine is not kept[-1]] if kept and len(engines) > 1 else engines
 
-    def is_served(self, target: PolicyVersion) -> bool:
-        """Return whether engines have the target, save one that keeps the hold-out; a call loads a missing adapter."""
-        engines = self.without_held_out(self.state.holdout, target)
-        if target.kind is PolicyKind.LORA:
-            return all(engine.has_own_model for engine in engines)
-        return all(serves(engine, target) for engine in engines)
+    def engines_for(self, target: PolicyVersion) -> list[Engine]:
+        return self.without_held_out(self._holdout_after(target), target)
 
-    async def serve(self, target: PolicyVersion, active: PolicyVersion | None) -> None:
-        """Load the target and record that it is served; one that cannot be loaded fails.
+    def share_kept(self, target: PolicyVersion) -> float:
+        return 0.0 if self._holdout_after(target) is None else self.given.holdout_share
 
-        Raises:
-            EngineError, BadCheckpoint: the target, which is the active version, could not be loaded again.
-            FilesNotRead: its files are being read; call again.
-        """
-        try:
-            seconds = await self._roll_out(target, active)
-        except (BadCheckpoint, EngineError) as error:
-            if active is not None and active.version == target.version:
-                raise
-            if not self.schedule_retry(target.version, error):
-                await self._fail(target, error)
-            return
-        await self.succeed(target, seconds)
+    def is_right(self, engine: Engine) -> bool:
+        state = self.state
+        if super().is_right(engine):
+            return True
+        is_full = state.active is not None and state.active.kind is PolicyKind.FULL
+        arms = (state.canary, state.holdout) if is_full else ()
+        return any(arm is not None and serves(engine, arm) for arm in arms)
 
-    async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> float:
-        """Load the target into one engine, then into the others; return how long they were paused at most, seconds."""
-        is_adapter = target.kind is PolicyKind.LORA
-        engines = self.without_held_out(self._holdout_after(target), target)
-        lacking = [engine for engine in engines if is_adapter or not serves(engine, target)]
-        is_proven = len(lacking) < len(engines) or (active is not None and active.version == target.version)
-        seconds = 0.0
-        if lacking:
-            await self.loader.check(target, lacking[0])
-        if lacking and not is_proven:
-            first = lacking.pop(0)
-            seconds = await self.loader.exchange(first, target, active or first.own_model)
-        outcomes = await asyncio.gather(
-            *(self.loader.exchange(engine, target, None) for engine in lacking), return_exceptions=True
-        )
-        for engine, outcome in zip(lacking, outcomes, strict=True):
-            if isinstance(outcome, BadCheckpoint | EngineError):
-                if self.policy_id == DEFAULT_POLICY:
-                    engine.take_out(outcome)
-                else:
-                    log.warning("version %d will be loaded at its first call: %s", target.version, outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                seconds = max(seconds, outcome)
-        return seconds
-
-    async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
-        self.problem = f"version {target.version} was not loaded: {error}"
-        self.metrics.reloads.labels("failed").inc()
-        log.error("%s; the last good version is served", self.problem)
-        evidence = error.evidence if isinstance(error, ReloadFailed) else None
-        await self.lease.write(serving.fail_version, target.version, self.problem, evidence)
+    def note_round(self) -> None:
+        canary = self.state.canary
+        if canary is None or not self._lacks_engine(canary):
+            self._lacks_engine_since = self.waits_for = None
+        if self.policy_id == DEFAULT_POLICY and (canary is None or canary.activated_at is not None):
+            self.pool.stop_draining(before=self.pool.read_at)
 
     async def succeed(self, target: PolicyVersion, seconds: float) -> None:
-        """Record that the target is served, and how long engines were paused for it, seconds."""
         self.stop_draining()
-        self.problem = None
-        self.forget_failures()
-        self.metrics.reloads.labels("done").inc()
-        if self.policy_id == DEFAULT_POLICY:
-            self.metrics.policy_version.set(target.version)
-            self.metrics.reload_seconds.observe(seconds)
-        log.info(
-            "policy version %d of policy %d is served; engines paused for %.0f ms at most",
-            target.version,
-            self.policy_id,
-            seconds * 1000,
-        )
-        share = 0.0 if self._holdout_after(target) is None else self.settings.share_held_out(target.kind)
-        await self.lease.write(serving.activate_version, target.version, seconds, share)
-        await self.pool.refresh()
+        await super().succeed(target, seconds)
 
     def stop_draining(self) -> None:
         if self.policy_id == DEFAULT_POLICY:
             self.pool.stop_draining()
 
     def next_step(self) -> Callable[[], Awaitable[None]] | None:
-        """Return the next step towards the target; None if there is nothing to do now.
-
-        The step raises `EngineError` or `BadCheckpoint` where the active version could not be loaded again, and
-        `FilesNotRead` while a version's files are being read.
-        """
         state, now = self.state, time.monotonic()
         target, active, canary, holdout = state.target, state.active, state.canary, state.holdout
         if target is None:
             return None
-        if holdout is not None and not self.settings.share_held_out(target.kind):
+        if holdout is not None and not self.given.holdout_share:
             return functools.partial(self.end_holdout, holdout)
-        if canary is not None and (state.pinned is not None or not self.settings.canary_share):
+        if canary is not None and (state.pinned is not None or not self.given.canary_share):
             return functools.partial(self._end, canary, active)
-        if (canary or target).version == self._failed_version and time.monotonic() < self._not_before:
+        if self.is_paused(canary or target):
             return None
-        if canary is not None and active is not None:
+        if active is None:
+            return super().next_step()
+        if canary is not None:
             return functools.partial(self._judge, canary, active) if now - self._judged_at >= JUDGE_SECONDS else None
-        if active is None or target.version != active.version:
-            if active is not None and state.pinned is None and self.needs_trial(target, active):
-                return functools.partial(self.begin, target, active)
-            return functools.partial(self.serve, target, active)
-        is_served = self.is_served(target)
-        if holdout is not None and (now - self._measured_at >= LIFT_SECONDS or not is_served):
+        if target.version != active.version:
+            is_tried = state.pinned is None and self.needs_trial(target, active)
+            return functools.partial(self.begin, target, active) if is_tried else super().next_step()
+        if holdout is not None and (now - self._measured_at >= LIFT_SECONDS or not self.is_served(target)):
             return functools.partial(self._measure, active, holdout)
-        return None if is_served else functools.partial(self.serve, target, active)
+        return super().next_step()
 
     async def end_holdout(self, holdout: PolicyVersion) -> None:
         log.info("the hold-out of version %d ends", holdout.version)
@@ -268,17 +160,13 @@ class Arms:
 
     def needs_trial(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version is tried first: it is newer than the active one, and there is an engine for it."""
-        if not self.settings.canary_share or target.version <= active.version:
+        if not self.given.canary_share or target.version <= active.version:
             return False
         return not self._lacks_engine(target)
 
     def _lacks_engine(self, version: PolicyVersion) -> bool:
         engines = self.without_held_out(self.state.holdout, version)
         return version.kind is PolicyKind.FULL and len(engines) < MIN_ENGINES
-
-    def note_engines(self, version: PolicyVersion | None) -> None:
-        if version is None or not self._lacks_engine(version):
-            self._lacks_engine_since = self.waits_for = None
 
     async def _wait_for_engine(self, canary: PolicyVersion, active: PolicyVersion) -> None:
         """Keep a trial without its engines from taking sessions, and end it if it waits too long."""
@@ -319,12 +207,12 @@ class Arms:
         self.forget_failures()
         if self._is_missing(canary):  # the engine was lost meanwhile
             return
-        await self.lease.write(serving.try_version, canary.version, self.settings.canary_share)
+        await self.lease.write(serving.try_version, canary.version, self.given.canary_share)
         self.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
             canary.version,
-            100 * self.settings.canary_share,
+            100 * self.given.canary_share,
         )
 
     async def _judge(self, canary: PolicyVersion, active: PolicyVersion) -> None:
@@ -347,7 +235,7 @@ class Arms:
         numbers = canary.version, active.version
         arms = await self.database.fetch(stored_arms.arms_since, canary.activated_at, numbers, self.policy_id)
         await self._record(arms, canary, active)
-        verdict = judge(*arms, self.settings)
+        verdict = judge(*arms, self.given)
         if verdict is None:
             return
         if not verdict.is_good:

@@ -7,8 +7,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from proxy.settings import ProxySettings
-from turnwise.store import arms
+from proxy.features.arms.settings import ArmSettings
+from turnwise.features import arms
 from turnwise.types import Json
 
 NUM_STANDARD_ERRORS = 2.0
@@ -29,7 +29,7 @@ class Verdict:
     reason: str
 
 
-def judge(canary: arms.Arm, control: arms.Arm, settings: ProxySettings) -> Verdict | None:
+def judge(canary: arms.Arm, control: arms.Arm, settings: ArmSettings) -> Verdict | None:
     """Compare the arms; None means that more sessions are needed.
 
     The canary is rolled back if its share of broken turns, or its mean reward, is worse than the control's by more than

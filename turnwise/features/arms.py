@@ -13,42 +13,24 @@ import dataclasses
 import datetime
 import statistics
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.store.rewards import rewards_of
-from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.schema import DELETED, policy_versions, sessions, turns
-from turnwise.store.statements import execute, is_among, unindexed
-from turnwise.types import (
-    DEFAULT_POLICY,
-    FORKED,
-    IMPORT,
-    Credit,
-    Json,
-    Outcome,
-    PolicyStatus,
-    PolicyVersion,
-    Reward,
-    Session,
-    SessionStatus,
-    Split,
-)
+from turnwise.store.earned import Compared, compared
+from turnwise.store.extensions import Extension
+from turnwise.store.rows import to_micros
+from turnwise.store.schema import policy_versions, sessions
+from turnwise.store.selection import takes
+from turnwise.store.statements import execute
+from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Json, PolicyStatus, PolicyVersion, Session, Split
 
-MAX_COMPARED = 10_000
-"""Finished sessions that are read to compare two arms, the newest ones."""
-MAX_EARNED = 200
-"""Sessions that are read to say what each version earned, the newest ones."""
-FEWEST = 8
 _RUNNING = (
     "SELECT policy_id, version, arm_share, status FROM policy_versions "  # noqa: S608  constants
     f"WHERE status IN ('{PolicyStatus.CANARY.value}', '{PolicyStatus.HOLDOUT.value}') "
     "AND arm_share IS NOT NULL AND activated_at IS NOT NULL ORDER BY version"
 )
-_Compared = tuple[StoredRow, Sequence[Reward]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,12 +58,7 @@ class Arm:
         }
 
 
-def takes(version: int, share: float, session: Session) -> bool:
-    digest = blake2b(f"{version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
-
-
-def assign(conn: sa.Connection, created: Sequence[Session]) -> list[Session]:
+def opened(conn: sa.Connection, created: Sequence[Session]) -> list[Session]:
     """Return new sessions as they are stored: those that an arm takes name its version."""
     arms = execute(conn, _RUNNING) if created else []
     return [_assigned(session, arms) for session in created]
@@ -100,21 +77,6 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
     return session
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Earned:
-    """The rewards of the newest finished sessions that sampled with a version last."""
-
-    num_sessions: int
-    mean: float
-    margin: float | None
-    """Half of the mean's 95 % interval, 1.96 standard errors; null for fewer than 8 sessions."""
-
-    @classmethod
-    def of(cls, rewards: Sequence[float]) -> Earned:
-        margin = 1.96 * statistics.stdev(rewards) / len(rewards) ** 0.5 if len(rewards) >= FEWEST else None
-        return cls(num_sessions=len(rewards), mean=statistics.fmean(rewards), margin=margin)
-
-
 def arms_since(
     conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int], policy_id: int = DEFAULT_POLICY
 ) -> tuple[Arm, Arm]:
@@ -122,7 +84,7 @@ def arms_since(
 
     A session counts for the newest version that it sampled with.
     """
-    found = _compared(conn, sessions.c.created_at >= to_micros(since), sessions.c.policy_id == policy_id)
+    found = compared(conn, sessions.c.created_at >= to_micros(since), sessions.c.policy_id == policy_id)
     newer, older = ([one for one in found if one[0].version == version] for version in versions)
     return _arm_of(newer), _arm_of(older)
 
@@ -141,71 +103,12 @@ def held_out_arms(conn: sa.Connection, holdout: PolicyVersion) -> tuple[Arm, Arm
     )
     since = sessions.c.created_at >= began.scalar_subquery()
     is_over = sessions.c.ended_at.is_not(None)
-    found = _compared(conn, sessions.c.group_id.is_(None), is_over, is_live, since, is_of_policy)
+    found = compared(conn, sessions.c.group_id.is_(None), is_over, is_live, since, is_of_policy)
     newer = [one for one in found if one[0].arm is None and one[0].version > holdout.version]
     return _arm_of(newer), _arm_of([one for one in found if one[0].arm is not None])
 
 
-def earned(conn: sa.Connection, tenant: str | None) -> dict[int, Earned]:
-    """Return by version what the newest finished sessions of a tenant, or of all, earned with it.
-
-    Sessions of split `eval` count if they are the hold-out's: others may be sampled otherwise.
-    """
-    held = sessions.c
-    last = sa.select(sa.func.max(held.session_pk)).scalar_subquery()
-    newest = sa.select(held.session_pk)
-    if tenant is None:
-        newest = newest.where(held.session_pk > last - MAX_EARNED)
-    else:
-        newest = newest.where(held.tenant == tenant).order_by(held.session_pk.desc()).limit(MAX_EARNED)
-    is_newest = is_among(conn.dialect, held.session_pk, list(conn.scalars(newest)))
-    is_earned = sa.or_(unindexed(held.split) == Split.TRAIN.value, held.arm.is_not(None))
-    rewards: dict[int, list[float]] = collections.defaultdict(list)
-    for row, lines in _compared(conn, is_newest, is_earned):
-        reward = credit.session_reward(lines, Credit(row.credit))
-        if reward is not None:
-            rewards[row.version].append(reward)
-    return {version: Earned.of(values) for version, values in rewards.items()}
-
-
-def _compared(conn: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[_Compared]:
-    """Return the newest finished sessions that fulfil the conditions and sampled something.
-
-    Each has the newest version that it sampled with, and its numbers of turns and of broken ones.
-    """
-    broken = sa.or_(
-        turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
-    )
-    # Copies were sampled in another session, and turns of other policies by versions that are not compared.
-    is_sampled = turns.c.reason.is_distinct_from(FORKED)
-    finished = (
-        sa.select(*(sessions.c[name] for name in ("session_pk", "credit", "arm", "policy_id")))
-        .where(
-            *conditions,
-            sessions.c.status.not_in([SessionStatus.OPEN.value, DELETED]),
-            sessions.c.opened_by.is_distinct_from(IMPORT),  # imported sessions hold copies
-            sessions.c.explores.is_(None),  # they sampled in another way, and were drawn at random
-        )
-        .order_by(sessions.c.created_at.desc())
-        .limit(MAX_COMPARED)
-        .subquery()
-    )
-    found = conn.execute(
-        sa.select(
-            finished,
-            sa.func.max(turns.c.policy_version_last).label("version"),
-            sa.func.count().label("num_turns"),
-            sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
-        )
-        .join_from(finished, turns, turns.c.session_pk == finished.c.session_pk)
-        .where(is_sampled, turns.c.policy_id == finished.c.policy_id)
-        .group_by(*finished.c)
-    ).all()
-    lines = rewards_of(conn, [row.session_pk for row in found])
-    return [(row, lines.get(row.session_pk, [])) for row in found]
-
-
-def _arm_of(found: Sequence[_Compared]) -> Arm:
+def _arm_of(found: Sequence[Compared]) -> Arm:
     judged = [credit.assign_credit([], lines, Credit(row.credit)) for row, lines in found if lines]
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for one in judged:
@@ -218,3 +121,6 @@ def _arm_of(found: Sequence[_Compared]) -> Arm:
         num_broken=sum(row.num_broken for row, _ in found),
         by_name=by_name,
     )
+
+
+EXTENSION = Extension(opened=opened)
