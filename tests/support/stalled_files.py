@@ -1,7 +1,7 @@
 """Reads of versions' files that wait, fail or end their process, which is the proxy's reading process."""
 
-import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,4 +42,4 @@ def fail(cause: OSError, *, as_bad: bool) -> None:
 
 
 def end_own_process() -> None:
-    os.kill(os.getpid(), signal.SIGBUS)
+    signal.pthread_kill(threading.get_ident(), signal.SIGBUS)  # to this thread, so nothing is answered before
