@@ -25,7 +25,9 @@ from turnwise.store import selection
 from turnwise.store import updates as stored_updates
 from turnwise.types import Reward
 
-MAX_LINES = 10_000
+MAX_LINES = 1_000
+MAX_LINES_BYTES = 4 * 2**20
+"""A line has at most 1,800 characters in its fields."""
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=256)]
 """A request that is repeated with the same key writes once."""
 
@@ -77,7 +79,7 @@ class RewardsRoute(CheckedRoute):
     """A route whose body may be long: it is decoded and checked in a thread."""
 
     def limits(self, settings: ProxySettings) -> tuple[int, int]:
-        return settings.max_body_bytes, MAX_STRINGS
+        return min(settings.max_body_bytes, MAX_LINES_BYTES), MAX_STRINGS
 
     async def decode(self, raw: bytes) -> list[RewardLine] | None:
         """Return the lines; None leaves a body that is not JSON to FastAPI, which names the error.

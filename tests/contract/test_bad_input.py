@@ -65,6 +65,34 @@ def test_a_reward_that_is_not_a_number_of_usual_size_is_refused(shared, value):
     assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_request")
 
 
+def test_a_request_takes_a_thousand_reward_lines_and_four_megabytes(shared):
+    _, http = shared
+    line = {"session_id": "many", "value": 1.0}
+    http.post("/v1/sessions", json={"session_id": "many"}).raise_for_status()
+    message = refusal(http.post("/v1/rewards", json=[line] * 1001), 422, "invalid_request")
+    assert "at most 1000 items" in message
+    assert http.post("/v1/rewards", json=[line] * 1000).status_code == 200
+    body = b'[{"session_id": "many", "value": 1.0, "source": "%b"}]' % (b"x" * 2**22)
+    refusal(post_raw(http, "/v1/rewards", body), 413, "too_large")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1e9, "`value`: 1000000000.0 is no number from -1e6 to 1e6"),
+        (-1e9, "`value`: -1000000000.0 is no number from -1e6 to 1e6"),
+        (10**400, "is no number from -1e6 to 1e6"),
+        ("", "`value`: a text has 1 to"),
+        (["a"], "`value`: true or false, a number or a text, not a list"),
+        ({"a": 1}, "`value`: true or false, a number or a text, not a dict"),
+    ],
+)
+def test_feedback_with_a_wrong_value_is_told_what_is_wrong_with_it(shared, value, message):
+    _, http = shared
+    line = {"session_id": "s", "kind": "float", "value": value}
+    assert message in refusal(post_raw(http, "/v1/feedback", json.dumps(line).encode()), 422, "invalid_request")
+
+
 def test_a_reward_for_an_unknown_target_is_not_found(shared):
     """The other lines of the request are not stored either."""
     both, http = shared

@@ -23,7 +23,7 @@ from turnwise.types import Json
 
 FAILING_STATUS = 1
 """The exit status of a test that fails; a higher one says that the grader itself did not work."""
-MAX_LINES = 10_000
+MAX_LINES = 1_000
 _KEYS = ("value", "step", "turn_id", "name", "session_id")
 
 
@@ -76,7 +76,10 @@ def as_rewards(value: Any) -> list[Grade]:
     if isinstance(value, Mapping):
         return [_from_object(value)]
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        return [reward for each in itertools.islice(value, MAX_LINES) for reward in as_rewards(each)]
+        listed = list(itertools.islice(value, MAX_LINES + 1))
+        if len(listed) > MAX_LINES:
+            raise GraderFailed(f"it returned more than {MAX_LINES} rewards, which is the limit; return fewer")
+        return [reward for each in listed for reward in as_rewards(each)]
     raise GraderFailed(f"it returned {value!r:.200}; return a number, a dict with `value`, a list of these, or None")
 
 

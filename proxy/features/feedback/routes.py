@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.dialects.base import template_arguments
@@ -40,7 +40,7 @@ from turnwise.parts import join_parts
 from turnwise.store import selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.types import Feedback, FeedbackKind, Json, Session, Turn, image_digests
+from turnwise.types import MAX_REWARD, Feedback, FeedbackKind, Json, Session, Turn, image_digests
 
 if TYPE_CHECKING:
     from proxy.routes.models import Answer
@@ -59,6 +59,21 @@ _PUBLIC = tuple(each.name for each in dataclasses.fields(Feedback) if each.name 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["rewards"])
 
 
+def _told_apart(value: object) -> object:
+    """Check a value as what it is; else its errors would be those of each kind, and the first one of them shown.
+
+    Raises:
+        ValueError: it is of no kind, or not within its kind's bounds.
+    """
+    if isinstance(value, int | float) and not abs(value) <= MAX_REWARD:
+        raise ValueError(f"{str(value)[:40]} is no number from -1e6 to 1e6")
+    if isinstance(value, str) and not 1 <= len(value) <= MAX_REPLY:
+        raise ValueError(f"a text has 1 to {MAX_REPLY} characters, not {len(value)}")
+    if not isinstance(value, int | float | str | None):
+        raise ValueError(f"true or false, a number or a text, not a {type(value).__name__}")  # noqa: TRY004  pydantic's
+    return value
+
+
 class NewFeedback(Body):
     """What a person said about a turn, or about a session."""
 
@@ -67,7 +82,10 @@ class NewFeedback(Body):
     session_id: Id | None = None
     kind: FeedbackKind
     """`boolean` for a thumb, `float` for a number or a rating, `comment`, or `demonstration` for a better reply."""
-    value: StrictBool | RewardValue | Annotated[str, Field(min_length=1, max_length=MAX_REPLY)] | None = None
+    value: Annotated[
+        StrictBool | RewardValue | Annotated[str, Field(min_length=1, max_length=MAX_REPLY)] | None,
+        BeforeValidator(_told_apart),
+    ] = None
     """True or false, a number, or the text of a comment or an edited reply. Left out, a demonstration is the turn's own
     reply, chosen over those in `over`."""
     name: Id = "feedback"

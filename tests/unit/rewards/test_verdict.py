@@ -68,6 +68,12 @@ def test_what_is_no_finite_number_is_no_reward(value):
         as_rewards(value)
 
 
+def test_a_list_with_more_rewards_than_a_request_takes_is_a_failure_and_not_cut():
+    assert len(as_rewards([1.0] * 1000)) == 1000
+    with pytest.raises(GraderFailed, match="more than 1000 rewards"):
+        as_rewards(1.0 for _ in range(1001))
+
+
 def test_a_function_may_return_a_number_a_mapping_or_a_list():
     assert as_rewards(None) == []
     assert as_rewards(True) == [Grade(1.0)]

@@ -4,19 +4,27 @@ The engine walks a grammar token by token and masks the logits; the same walk ov
 masks. vLLM 0.32 uses xgrammar, unless a schema needs more than that (vllm/sampling_params.py:
 _validate_structured_outputs). Then the library depends on which one a request of the same engine needed first
 (vllm/v1/structured_output), so such a schema is not replayed. With a reasoning parser, the grammar begins behind the
-token that ends the thinking. A walk that refuses a sampled token shows that the engine used another grammar. Legend: R
-sampled tokens of a turn, G distinct masks of it, W words of 32 ids.
+token that ends the thinking. A walk that refuses a sampled token shows that the engine used another grammar. A client
+writes the grammar, so each is compiled first in a process that the kernel ends after some seconds of CPU time, and a
+walk that takes too long, or has too many masks, is given up. Legend: R sampled tokens of a turn, G distinct masks of
+it, W words of 32 ids.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing
 import re
+import resource
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import cachetools
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +42,17 @@ NOT_OF_XGRAMMAR = frozenset(
     {"multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "patternProperties"}
 )
 """Words of a schema that vLLM leaves to another library, most of them in certain places only."""
+COMPILE_CPU_SECONDS, COMPILE_SECONDS = 3, 120.0
+"""Most CPU time of a grammar's compilation, and when a process that does nothing is ended."""
+COMPILE_BYTES = 2 * 2**30
+"""Memory that a compilation may add to the process."""
+WALK_CPU_SECONDS = 10.0
+MASK_BYTES = 256 * 2**20
+"""Most bytes of the distinct masks of one turn."""
+MAX_VERDICTS = 4096
+SMALL_CHARACTERS = 256
+"""A grammar that is no longer, and repeats nothing a number of times, is compiled at once."""
+_COUNTED = re.compile(r"\d\d|\{ *\d|\d *\}")
 _COMMENT = re.compile(r"(#|//).*$")
 
 
@@ -63,6 +82,7 @@ class Grammars:
 
     def __init__(self, model: str) -> None:
         self._model = model
+        self._is_compiled_in_time: cachetools.LRUCache[tuple[str, str, bool], bool] = cachetools.LRUCache(MAX_VERDICTS)
 
     def masks(self, sampling: Json, prompt: Sequence[int], sampled: Sequence[int], ends: set[int]) -> GrammarMasks:
         """Return what the grammar of a call's parameters allowed at each sampled token; `ends` end a reply.
@@ -107,7 +127,8 @@ class Grammars:
         import xgrammar
 
         return xgrammar.GrammarCompiler(
-            xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self.num_ids)
+            xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self.num_ids),
+            cache_limit_bytes=MASK_BYTES,
         )
 
     def _walked(self, compiled: Any, sampled: Sequence[int], start: int, ends: set[int]) -> GrammarMasks | None:
@@ -118,9 +139,12 @@ class Grammars:
         bits = xgrammar.allocate_token_bitmask(1, self.num_ids)
         known: dict[bytes, int] = {}
         index = np.full(len(sampled), -1, np.int64)
+        since, most_masks = time.thread_time(), MASK_BYTES // (bits.shape[1] * 4)
         for place in range(start, len(sampled)):
             if matcher.is_terminated():
                 break
+            if len(known) > most_masks or time.thread_time() - since > WALK_CPU_SECONDS:
+                raise NotReplayed(f"its masks take more than {WALK_CPU_SECONDS:g} s or {MASK_BYTES} bytes")
             matcher.fill_next_token_bitmask(bits)
             index[place] = known.setdefault(bits.numpy().tobytes(), len(known))
             if not matcher.accept_token(sampled[place]):
@@ -137,10 +161,40 @@ class Grammars:
             "ebnf": self._compiler.compile_grammar,
             "lark": self._compiler.compile_lark,
         }
+        compile_it = functools.partial(compilers[kind], text)
+        key, is_small = (kind, text, is_compact), len(text) <= SMALL_CHARACTERS and not _COUNTED.search(text)
+        if not is_small and key not in self._is_compiled_in_time:
+            self._is_compiled_in_time[key] = ends_in_time(compile_it)
+        if not is_small and not self._is_compiled_in_time[key]:
+            raise NotReplayed(
+                f"xgrammar needs more than {COMPILE_CPU_SECONDS} s or {COMPILE_BYTES} bytes for the {kind}"
+            )
         try:
-            return compilers[kind](text)
+            return compile_it()
         except RuntimeError as error:
             raise NotReplayed(f"xgrammar does not compile the {kind}: {error}") from error
+
+
+def ends_in_time(function: Callable[[], object]) -> bool:
+    """Return whether a function ends within the limits of a compilation, in a fork of this process."""
+    child = multiprocessing.get_context("fork").Process(target=_call_limited, args=(function,), daemon=True)
+    child.start()
+    child.join(COMPILE_SECONDS)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+    has_ended = child.exitcode == 0
+    child.close()
+    return has_ended
+
+
+def _call_limited(function: Callable[[], object]) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_CPU_SECONDS, COMPILE_CPU_SECONDS))
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + COMPILE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):  # said where it is compiled again
+        function()
 
 
 def grammar_of(sampling: Json) -> tuple[str, str]:

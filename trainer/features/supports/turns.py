@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 
 Indices = npt.NDArray[np.int64]
 LARGEST_BIAS = 100.0
+MAX_PAIRS = 4_000_000
+"""Most pairs of a sampled token with a bad word, or with an end that `min_tokens` rules out; more take seconds."""
+MAX_WORDS, MAX_WORD_CHARACTERS = 10_000, 2**18
+"""Bad words of one turn, and their characters."""
 NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
 
 
@@ -188,7 +192,7 @@ def _masks(
         if first_of(GRAMMARS, sampling):
             grammar = vocabulary.grammars.masks(sampling, prompt.tolist(), sampled.tolist(), ends)
         return grammar, _forbidden(sampling, sampled, ends, grammar, vocabulary)
-    except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise NotReplayed(str(error)) from error
 
 
@@ -200,12 +204,19 @@ def _forbidden(
     A grammar that allows nothing but an end is stronger than `min_tokens`.
     """
     num_kept = min(int(sampling.get("min_tokens") or 0), len(sampled))
+    words = sampling.get("bad_words") or ()
+    if max(num_kept * len(ends), len(words) * len(sampled)) > MAX_PAIRS or len(words) > MAX_WORDS:
+        raise NotReplayed(
+            f"{len(words)} bad words, {len(ends)} ends and {num_kept} of `min_tokens` are too many for {len(sampled)} "
+            "sampled tokens"
+        )
+    if sum(map(len, words)) > MAX_WORD_CHARACTERS:
+        raise NotReplayed(f"its bad words have more than {MAX_WORD_CHARACTERS} characters")
     is_over = np.zeros(num_kept, np.bool_)
     if grammar is not None and num_kept:
         is_over = grammar.allows_nothing_but(ends)[:num_kept]
     found = {(place, end) for place in np.flatnonzero(~is_over).tolist() for end in ends}
     tokens = sampled.tolist()
-    words = sampling.get("bad_words") or ()
     for *before, last in bad_words(words, vocabulary.tokenizer.encode) if words else ():
         size = len(before)
         found.update((place, last) for place in range(size, len(tokens)) if tokens[place - size : place] == before)
