@@ -1,4 +1,4 @@
-"""Writes the last section of CONTRIBUTING.md: each file with the first line of its docstring, floor by floor."""
+"""Writes docs/files.md: each file with the first line of its docstring, floor by floor."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HEADING = "## Every file\n"
 
 
-def contributing() -> str:
-    """Return the whole page: what people wrote of it, and the list."""
-    written, _, _ = (ROOT / "CONTRIBUTING.md").read_text().partition(HEADING)
-    parts = [written + HEADING, "The first line of each file, collected by `make docs`."]
+def files() -> str:
+    """Return the whole page."""
+    parts = ["# Every file", "", "The first line of each file, collected by `make docs`."]
     for package in (*floors(), "migrations", "extras", "examples"):
-        parts += ["", f"### {package}", "", *(f"- `{path}`: {line}" for path, line in lines_of(package))]
+        parts += ["", f"## {package}", "", *(f"- `{path}`: {line}" for path, line in lines_of(package))]
     return "\n".join(parts) + "\n"
 
 

@@ -29,7 +29,7 @@ def pages() -> dict[Path, str]:
         TARGET: reference(),
         TARGET.with_name("api.md"): api_page["api"](),
         TARGET.with_name("client.md"): client_page["client"](),
-        files_page["ROOT"] / "CONTRIBUTING.md": files_page["contributing"](),
+        TARGET.with_name("files.md"): files_page["files"](),
     }
 
 

@@ -37,7 +37,7 @@ HEAD = """# Models
 
 `make certify` writes this page, on a CPU, from tiny random models that have the classes and names of the official
 checkpoints. `turnwise certify` served each, trained it by GRPO and DPO, loaded, rolled back and loaded each version
-again ([verify.md](verify.md#a-model-before-a-long-training)); with `*`, a random adapter and random weights were only
+again ([checks](exactness.md#a-model-before-a-long-training)); with `*`, a random adapter and random weights were only
 loaded into vLLM. A number is the largest difference of a token's logprob from a forward pass of transformers, in nats,
 which must be at most 1e-4; in bfloat16 it is the mean one, at most 0.1. *Learning* is the share of right tokens before
 and after the tiny task of `bench/learning`, where 0.85 is learned. "–" was not measured.
