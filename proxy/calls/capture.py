@@ -30,9 +30,8 @@ from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
 from turnwise.features.experts import EXPERTS
-from turnwise.features.images import IMAGES, pack_images
+from turnwise.features.images import IMAGES, Media, pack_images
 from turnwise.sampling import SUPPORT
-from turnwise.store.media import Media
 from turnwise.types import Json, Outcome, TokenIds, image_digests, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})

@@ -25,7 +25,7 @@ from proxy.metrics import Metrics
 from proxy.sessions.conversation import TEXT_PARTS
 from proxy.settings import ProxySettings
 from turnwise.errors import InvalidRequest, TooLarge
-from turnwise.store.media import Media
+from turnwise.features.images import Media
 from turnwise.types import IMAGE_URL, Json
 
 IMAGE_PARTS = ("image_url", "input_image")

@@ -8,8 +8,8 @@ from proxy.calls.earlier import read_turns
 from proxy.calls.steps import CallStep
 from proxy.sessions.which import EXPLICIT_SOURCES, next_id, next_prefix
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.features.images import read_media
 from turnwise.store import conversations
-from turnwise.store.media import read_media
 from turnwise.types import NOT_RECORDED, image_digests
 
 if TYPE_CHECKING:

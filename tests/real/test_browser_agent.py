@@ -21,8 +21,8 @@ from support.servers import serving
 
 from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
+from turnwise.features import images
 from turnwise.features.images import PlacedImage, placed_images
-from turnwise.store import media
 from turnwise.store.database import Database
 from turnwise.types import Outcome
 
@@ -97,6 +97,6 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(site,
     with Database(proxy.database_url).read() as conn:
         for view in views:  # each shows one screenshot, of which the trainer makes the pixels that the engine saw
             (placed,) = (PlacedImage.of_json(image) for image in placed_images(view.turn))
-            (file,) = media.read_media(conn, "default", [placed.digest]).values()
+            (file,) = images.read_media(conn, "default", [placed.digest]).values()
             policy.vision._pixels(dataclasses.replace(placed, content=file.content))
     print(f"{len(views)} turns, reasons {Counter(view.turn.reason for view in views)}, {views[0].turn.sampling}")

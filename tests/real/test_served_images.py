@@ -31,7 +31,7 @@ from trainer.model.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise import chains
 from turnwise.features.images import IMAGES, PlacedImage, pack_images, placed_images
-from turnwise.store import media, rows, schema
+from turnwise.store import rows, schema
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN, PER_TURN, experiences
 from turnwise.store.selection import SessionFilter
@@ -170,7 +170,7 @@ def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_com
             found.update((turn.outcome, turn.reason) for turn in turns)
             images = {image["digest"] for turn in turns for image in placed_images(turn)}
             digests |= images
-            files = {digest: file.content for digest, file in media.read_media(conn, "default", images).items()}
+            files = {digest: file.content for digest, file in images.read_media(conn, "default", images).items()}
             for chain in chains.merge_session(turns):
                 gap = reference.gap(chain, files)
                 num_skipped += gap is None

@@ -16,7 +16,7 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, arms, feedback, forks, labels, limits, records, retention
+from turnwise.features import archive, arms, feedback, forks, images, labels, limits, records, retention
 from turnwise.features.advantages import with_advantages
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
@@ -31,7 +31,6 @@ from turnwise.store import (
     experiences,
     groups,
     keys,
-    media,
     notices,
     policies,
     rewards,
@@ -123,9 +122,9 @@ def _images(conn: sa.Connection) -> None:
     """Store an image of a session that is over, read it, take it to an archive and back, and delete it."""
     part = {"type": "image_url", "image_url": {"url": f"image:{DIGEST}"}}
     turn = make_turn("t9", session_id="over", tenant="t", messages=[{"role": "user", "content": [part]}])
-    turns.append_rows(conn, [rows.TURNS.row(turn, media={DIGEST: media.Media("image/png", b"")})])
-    media.read_media(conn, "t", [DIGEST])
-    assert media.read_media(conn, "t", [DIGEST], session_id="over")
+    turns.append_rows(conn, [rows.TURNS.row(turn, media={DIGEST: images.Media("image/png", b"")})])
+    images.read_media(conn, "t", [DIGEST])
+    assert images.read_media(conn, "t", [DIGEST], session_id="over")
     placed = {"digest": DIGEST, "offset": 0, "length": 1, "runs": [[0, 1]]}
     seen = sa.update(schema.turns).where(schema.turns.c.turn_id == "t9")
     conn.execute(seen.values(rows.TURNS.values({"parts": {IMAGES: pack_images([placed])}})))

@@ -169,7 +169,7 @@ def _is_at_least(reward: float | None, bound: float | None) -> bool:
 def _sessions(conn: Connection, wanted: SessionFilter) -> Iterator[Json]:
     from turnwise.exchange import session_document as documents
     from turnwise.features import records
-    from turnwise.store.media import read_media
+    from turnwise.features.images import read_media
 
     for record in records.session_records(conn, wanted):
         tenant = record.session.tenant

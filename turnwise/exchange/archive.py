@@ -129,7 +129,7 @@ def _read_batch(batch: Path) -> Iterator[stored_archive.ArchivedSession]:
         {
             name: pyarrow.parquet.read_table(path).to_pylist()
             for name, path in paths.items()
-            if name not in stored_archive.LATER_TABLES or path.exists()
+            if name not in stored_archive.later_tables() or path.exists()
         }
     )
 

@@ -8,7 +8,13 @@ from turnwise.features import arms, experts, feedback, images, labels, limits, p
 from turnwise.features.page import activity  # noqa: F401  its table is declared there
 from turnwise.store import extensions
 
-EXTENSIONS: tuple[extensions.Extension, ...] = (arms.EXTENSION, labels.EXTENSION, limits.EXTENSION, prices.EXTENSION)
+EXTENSIONS: tuple[extensions.Extension, ...] = (
+    arms.EXTENSION,
+    images.EXTENSION,
+    labels.EXTENSION,
+    limits.EXTENSION,
+    prices.EXTENSION,
+)
 PARTS: tuple[parts.Part, ...] = (supports.Supports(), images.Images(), experts.Experts(), feedback.Hints())
 """What turns have beside their tokens, in the order in which it is stored and shown."""
 

@@ -11,18 +11,15 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
 from turnwise.parts import parts_of_columns
-from turnwise.store import consent, extensions
+from turnwise.store import consent, extensions, schema
 from turnwise.store.groups import is_group
-from turnwise.store.media import FILES_AT_ONCE
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import (
     DELETED,
     feedback,
     groups,
-    media,
     rewards,
     session_copies,
-    session_media,
     sessions,
     trained_sessions,
     turns,
@@ -32,37 +29,45 @@ from turnwise.types import Session, SessionStatus
 
 Row = Mapping[str, Any]
 
-OWN_TABLES = (turns, rewards, feedback, trained_sessions, session_copies, session_media)
+OWN_TABLES = (turns, rewards, feedback, trained_sessions, session_copies)
 ROWS_AT_ONCE = 256
-LATER_TABLES = {media.name, session_media.name}
-"""Older archives have no file of these, nor the columns that became part of other tables with them."""
 
 
 def tables() -> dict[str, sa.Table]:
     """Return the tables of an archive by name."""
-    return {table.name: table for table in (groups, sessions, media, *_of_sessions())}
+    return {table.name: table for table in (groups, sessions, *extensions.shared, *_of_sessions())}
+
+
+def later_tables() -> set[str]:
+    """Return the names of the tables of which older archives have no file."""
+    return {table.name for pair in extensions.shared.items() for table in pair}
 
 
 def _of_sessions() -> tuple[sa.Table, ...]:
-    return (*OWN_TABLES, *extensions.tables_of_sessions)
+    return (*OWN_TABLES, *extensions.shared.values(), *extensions.tables_of_sessions)
+
+
+def _key(table: sa.Table, row: Row) -> tuple[Any, ...]:
+    return tuple(row[column.name] for column in table.primary_key)
 
 
 def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
     """Yield the rows of a table that belong to these sessions, those of a session in the order of the primary key."""
     table = tables()[table_name]
-    of = session_media if table is media else table
+    of = extensions.shared.get(table, table)
     key = table.c.group_pk if table is groups else of.c.session_pk
     wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
-    if table is media:
-        names = sa.select(of.c.tenant, of.c.digest).where(is_among(conn.dialect, key, wanted))
-        is_wanted: sa.ColumnElement[bool] = sa.tuple_(media.c.tenant, media.c.digest).in_(names)
-        found_rows = sa.select(media).where(is_wanted).order_by(*media.primary_key)
+    if of is not table:
+        own = table.primary_key.columns
+        named = sa.select(*(of.c[column.name] for column in own)).where(is_among(conn.dialect, key, wanted))
+        is_wanted: sa.ColumnElement[bool] = sa.tuple_(*own).in_(named)
+        found_rows = sa.select(table).where(is_wanted).order_by(*own)
     else:
         is_wanted = is_among(conn.dialect, key, wanted)
         if table is groups:
             is_wanted = sa.or_(is_wanted, is_among(conn.dialect, groups.c.part_of, wanted))
         found_rows = sa.select(table).where(is_wanted).order_by(key, *table.primary_key)
-    some = FILES_AT_ONCE if table is media else ROWS_AT_ONCE
+    some = table.info.get(schema.ROWS_AT_ONCE, ROWS_AT_ONCE)
     for row in conn.execute(found_rows, execution_options={"yield_per": some}):
         yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name
 
@@ -79,7 +84,8 @@ class ArchivedSession(NamedTuple):
     parts: Sequence[Row]
     """Those of its group."""
     others: Mapping[str, Sequence[Row]]
-    media: Sequence[Row] = ()
+    shared: Sequence[tuple[sa.Table, Row]] = ()
+    """The rows that it shares with other sessions, with their tables."""
 
 
 def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
@@ -104,8 +110,8 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
     conn.execute(
         sa.delete(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids), turns.c.session_pk.in_(deleted))
     )
-    for image in archived.media:
-        insert_ignoring(conn, media, image)
+    for table, shared in archived.shared:
+        insert_ignoring(conn, table, shared)
     for table_name, others in archived.others.items():
         key = "reward_id" if table_name == rewards.name else "session_pk"
         if table_name == turns.name:
@@ -160,10 +166,14 @@ def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
     for table in _of_sessions():
         for row in rows_of.get(table.name, ()):
             others[row["session_pk"]][table.name].append(row)
-    images = {(row["tenant"], row["digest"]): row for row in rows_of.get(media.name, ())}
+    shared = {table: {_key(table, row): row for row in rows_of.get(table.name, ())} for table in extensions.shared}
     for row in rows_of[sessions.name]:
         own, group_pk = others[row["session_pk"]], row["group_pk"]
-        used = [images[link["tenant"], link["digest"]] for link in own.get(session_media.name, ())]
+        used = [
+            (table, shared[table][_key(table, link)])
+            for table, links in extensions.shared.items()
+            for link in own.get(links.name, ())
+        ]
         parts = [] if group_pk is None else parts_of[group_pk]
         yield ArchivedSession(row, groups_by_pk.get(group_pk), parts, own, used)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import sqlalchemy as sa
 
 from turnwise.errors import StoreError
+from turnwise.store import schema
 from turnwise.store.database import Database
-from turnwise.store.media import FILES_AT_ONCE
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import media, metadata, policies, policy_versions
+from turnwise.store.schema import metadata, policies, policy_versions
 from turnwise.store.statements import insert_new_rows, sequence_of
 from turnwise.types import DEFAULT_POLICY
 
@@ -70,7 +70,7 @@ def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
 
 
 def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[Sequence[StoredRow]]:
-    some = FILES_AT_ONCE if table is media else ROWS_AT_ONCE
+    some = table.info.get(schema.ROWS_AT_ONCE, ROWS_AT_ONCE)
     yield from conn.execute(sa.select(table), execution_options={"yield_per": some}).partitions()
 
 

@@ -19,7 +19,6 @@ from turnwise.store import extensions
 from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
-from turnwise.store.media import sweep_media
 from turnwise.store.notices import forget_in_states
 from turnwise.store.policies import bases_since, delete_policies
 from turnwise.store.rows import StoredRow, to_micros
@@ -301,8 +300,8 @@ def sweep(conn: sa.Connection) -> bool:
     if turn_ids:
         some = fitting(conn, turn_ids, BYTES_AT_ONCE)
         conn.execute(sa.delete(turns).where(turns.c.turn_id.in_(some)))
-    elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE and not sweep_media(
-        conn, session_pk
+    elif delete_some(conn, rewards, rewards.c.session_pk == session_pk) < ROWS_AT_ONCE and not any(
+        sweep_some(conn, session_pk) for sweep_some in extensions.sweeps
     ):
         conn.execute(sa.delete(sessions).where(sessions.c.session_pk == session_pk))
     return True

@@ -48,6 +48,8 @@ Instant = sa.BigInteger
 """Microseconds since 1970-01-01 UTC."""
 DELETED = "deleted"
 """Status of a session whose turns and rewards are still to be deleted. No record has it."""
+ROWS_AT_ONCE = "rows_at_once"
+"""In a table's `info`: how many of its rows are in memory at once while all are read, where they are large."""
 NO_TENANT = ""
 """Tenant of such a session: no query of a tenant finds it, and its own tenant can use its id again."""
 
@@ -152,27 +154,6 @@ turns = sa.Table(
     index("ix_turns_failed", "created_at", where="outcome = 'error'"),
     index("ix_turns_policy", "session_pk", "policy_id"),
 )
-
-media = sa.Table(
-    "media",
-    metadata,
-    sa.Column("tenant", sa.Text, primary_key=True),
-    sa.Column("digest", sa.Text, primary_key=True),
-    sa.Column("media_type", sa.Text, nullable=False),
-    sa.Column("content", sa.LargeBinary, nullable=False),
-)
-"""The images of conversations, each once for its tenant; messages name them by their SHA-256 digest."""
-
-session_media = sa.Table(
-    "session_media",
-    metadata,
-    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), primary_key=True),
-    sa.Column("digest", sa.Text, primary_key=True),
-    sa.Column("tenant", sa.Text, nullable=False),
-    sa.ForeignKeyConstraint(["tenant", "digest"], ["media.tenant", "media.digest"]),
-    index("ix_session_media_digest", "tenant", "digest"),
-)
-"""Which sessions have an image; with the last of them it is deleted."""
 
 rewards = sa.Table(
     "rewards",

@@ -23,7 +23,6 @@ from turnwise.errors import Conflict, NotFound
 from turnwise.parts import json_size, sizes_of
 from turnwise.sampling import Sampled
 from turnwise.store import extensions, rows
-from turnwise.store.media import NAMED_IMAGE, add_media
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import finish_turn
 from turnwise.store.schema import sessions, turns
@@ -354,8 +353,6 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     new_rows = [row for row, is_added in zip(batch, added, strict=True) if is_added]
     if new_rows:
         insert_rows(conn, turns, new_rows)
-        if with_images := [row for row in new_rows if NAMED_IMAGE in row["messages"]]:
-            add_media(conn, with_images)
         latest = "greatest" if conn.dialect.name == "postgresql" else "max"
         count = _COUNT.format(latest=latest, value=mark(conn.dialect))
         execute_many(conn, count, [state.counts() for state in states.values() if state.num_new])

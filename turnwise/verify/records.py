@@ -19,10 +19,10 @@ import numpy as np
 from turnwise.chains import is_trainable
 from turnwise.errors import BadCheckpoint
 from turnwise.features import records
+from turnwise.features.images import read_media
 from turnwise.parts import known as known_parts
 from turnwise.store import rows, updates, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.media import read_media
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
 from turnwise.types import Json, PolicyVersion, Turn, UpdateRecord, image_digests

@@ -18,8 +18,8 @@ from support.servers import serving
 
 from proxy.calls.images import is_public
 from turnwise.features import retention
+from turnwise.features.images import media
 from turnwise.store.database import Database
-from turnwise.store.schema import media
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"the bytes of a picture " * 9
 DIGEST = hashlib.sha256(PNG).hexdigest()

@@ -16,9 +16,9 @@ from turnwise import chains
 from turnwise.commands.export import _sessions
 from turnwise.exchange import training_formats
 from turnwise.exchange.archive import archive, restore
-from turnwise.features import forks, retention
+from turnwise.features import forks, images, retention
 from turnwise.features.images import IMAGES, PlacedImage, images_of, pack_images
-from turnwise.store import experiences, media, rows, schema, turns
+from turnwise.store import experiences, rows, schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Json, Session, Turn, utc_now
@@ -33,7 +33,7 @@ def shown(digest: str = DIGEST) -> Json:
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"image:{digest}"}}]}
 
 
-def append(database: Database, turn: Turn, **files: media.Media) -> None:
+def append(database: Database, turn: Turn, **files: images.Media) -> None:
     with database.write() as connection:
         turns.append_rows(connection, [rows.TURNS.row(turn, media=files)])
 
@@ -46,7 +46,7 @@ def with_image(turn_id: str, session_id: str, parent: Turn | None = None, **fiel
 
 def stored_files(database: Database) -> list[tuple[str, str]]:
     with database.read() as connection:
-        return [tuple(row) for row in connection.execute(sa.select(schema.media.c.tenant, schema.media.c.digest))]
+        return [tuple(row) for row in connection.execute(sa.select(images.media.c.tenant, images.media.c.digest))]
 
 
 @pytest.fixture
@@ -55,17 +55,17 @@ def filled(database: Database) -> Database:
     for session_id, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
         add_session(database, session_id, tenant=tenant, turns=0)
         turn = with_image(f"{session_id}-t1", session_id, tenant=tenant)
-        append(database, turn, **{DIGEST: media.Media("image/png", FILE)})
+        append(database, turn, **{DIGEST: images.Media("image/png", FILE)})
     return database
 
 
 def test_a_tenant_stores_an_image_once_and_reads_only_its_own(filled):
     assert sorted(stored_files(filled)) == [("default", DIGEST), ("other", DIGEST)]
     with filled.read() as connection:
-        assert media.read_media(connection, "default", [DIGEST, "0" * 64]) == {DIGEST: ("image/png", FILE)}
-        assert media.read_media(connection, "default", [DIGEST], session_id="b")
-        assert not media.read_media(connection, "default", [DIGEST], session_id="c")
-        assert not media.read_media(connection, "nobody", [DIGEST])
+        assert images.read_media(connection, "default", [DIGEST, "0" * 64]) == {DIGEST: ("image/png", FILE)}
+        assert images.read_media(connection, "default", [DIGEST], session_id="b")
+        assert not images.read_media(connection, "default", [DIGEST], session_id="c")
+        assert not images.read_media(connection, "nobody", [DIGEST])
 
 
 def test_a_message_that_only_quotes_an_image_does_not_link_it(filled):
@@ -74,7 +74,7 @@ def test_a_message_that_only_quotes_an_image_does_not_link_it(filled):
     messages = [{"role": "user", "content": str(named), "note": named}, shown("1" * 64)]
     append(filled, make_turn("t8", session_id="q", messages=messages))
     with filled.read() as connection:
-        assert not media.read_media(connection, "default", [DIGEST], session_id="q")
+        assert not images.read_media(connection, "default", [DIGEST], session_id="q")
 
 
 def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled, tmp_path):
@@ -86,7 +86,7 @@ def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled, tm
         with filled.write() as connection:
             retention.delete_session(connection, tenant, session_id)
         with filled.read() as connection:
-            assert not media.read_media(connection, tenant, [DIGEST], session_id=session_id)
+            assert not images.read_media(connection, tenant, [DIGEST], session_id=session_id)
     retention.delete_all(filled, lambda _: retention.Deleted())
     assert stored_files(filled) == [("default", DIGEST)]  # the fork has it
     retention.delete_all(filled, lambda connection: retention.delete_session(connection, "default", "fork"))
@@ -101,13 +101,13 @@ def test_the_bytes_leave_the_file_with_the_last_session_that_has_them(filled, tm
 def test_a_forgotten_person_leaves_an_image_only_to_another_one_who_showed_it(database):
     for user in ("ann", "bob"):
         add_session(database, user, user_id=user, turns=0)
-        append(database, with_image(f"{user}-t1", user), **{DIGEST: media.Media("image/png", FILE)})
+        append(database, with_image(f"{user}-t1", user), **{DIGEST: images.Media("image/png", FILE)})
     for user, left in (("ann", [("default", DIGEST)]), ("bob", [])):
         of_user = SessionFilter(tenant="default", user_id=user)
         retention.delete_all(database, lambda conn, of_user=of_user: retention.delete_sessions(conn, of_user))
         assert stored_files(database) == left
         with database.read() as connection:
-            assert not media.read_media(connection, "default", [DIGEST], session_id=user)
+            assert not images.read_media(connection, "default", [DIGEST], session_id=user)
 
 
 def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled):
@@ -121,19 +121,19 @@ def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled)
     def show(*statement: Any) -> None:
         """Append the turn when the image is locked, but not deleted yet."""
         if str(statement[2]).startswith("DELETE FROM media"):
-            appended.append(pool.submit(append, filled, turn, **{DIGEST: media.Media("image/png", FILE)}))
+            appended.append(pool.submit(append, filled, turn, **{DIGEST: images.Media("image/png", FILE)}))
             assert_stays(lambda: not appended[-1].done(), "the turn waits for the deletion", seconds=0.5)
 
     with ThreadPoolExecutor(1) as pool:
         with filled.write() as connection:
-            links = sa.select(schema.session_media.c.session_pk).where(schema.session_media.c.tenant == "default")
+            links = sa.select(images.session_media.c.session_pk).where(images.session_media.c.tenant == "default")
             first, last = connection.execute(links).scalars().all()
-            assert media.sweep_media(connection, first)
+            assert images.sweep_media(connection, first)
             sa.event.listen(connection, "before_cursor_execute", show)
-            assert media.sweep_media(connection, last)
+            assert images.sweep_media(connection, last)
         appended[0].result(WAIT_SECONDS)
     with filled.read() as connection:
-        assert media.read_media(connection, "default", [DIGEST], session_id="late")
+        assert images.read_media(connection, "default", [DIGEST], session_id="late")
 
 
 def test_an_archive_takes_images_out_and_brings_them_back(filled, tmp_path):
@@ -146,7 +146,7 @@ def test_an_archive_takes_images_out_and_brings_them_back(filled, tmp_path):
     assert stored_files(filled) == []
     assert restore(filled, tmp_path / "archive") == 3
     with filled.read() as connection:
-        assert media.read_media(connection, "other", [DIGEST], session_id="c") == {DIGEST: ("image/png", FILE)}
+        assert images.read_media(connection, "other", [DIGEST], session_id="c") == {DIGEST: ("image/png", FILE)}
 
 
 def test_a_claimed_experience_has_its_images_with_their_files(filled):
@@ -200,7 +200,7 @@ def test_an_exported_conversation_shows_its_images_and_formats_of_text_leave_it_
 
 def test_verify_finds_an_image_that_was_changed_or_lies_outside_of_its_turn(filled):
     reports = []
-    changed = sa.update(schema.media).where(schema.media.c.tenant == "default").values(content=b"other")
+    changed = sa.update(images.media).where(images.media.c.tenant == "default").values(content=b"other")
     moved = rows.TURNS.values({"parts": {IMAGES: pack_images([{**PLACED, "offset": 1}])}})
     for change in (None, changed, sa.update(schema.turns).where(schema.turns.c.turn_id == "b-t1").values(moved)):
         with filled.write() as connection:
