@@ -83,15 +83,18 @@ async def run_limited(
     return Ended(code if code >= 0 else 128 - code, timed_out, time.monotonic() - started, output)
 
 
-def with_script(argv: Sequence[str], workdir: Path | None) -> list[str]:
+def with_script(argv: Sequence[str], workdir: Path | None, *, of_template: bool = False) -> list[str]:
     """Return a command whose interpreter gets its script by an absolute path.
 
     Programs are found from this process's directory although they run in another one. So are scripts: `python agent.py`
-    runs the `agent.py` of this directory, unless `workdir` holds a file of this name.
+    runs the `agent.py` of this directory, unless `workdir` holds a file of this name. That one is each run's own copy;
+    with `of_template` it is the one in `workdir` itself, which no run can change.
     """
     if len(argv) < 2 or not _INTERPRETER.fullmatch(Path(argv[0]).name):
         return list(argv)
     script = Path(argv[1])
+    if of_template and workdir is not None and not script.is_absolute() and (workdir / script).is_file():
+        return [argv[0], str((workdir / script).absolute()), *argv[2:]]
     if script.is_absolute() or not script.is_file() or (workdir is not None and (workdir / script).exists()):
         return list(argv)
     return [argv[0], str(script.absolute()), *argv[2:]]

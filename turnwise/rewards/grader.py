@@ -2,7 +2,7 @@
 
 A grader answers in one of three ways: nothing but its exit status (0 is a reward of 1, 1 is a reward of 0), one number,
 or JSON Lines with a reward each. Every other answer is a failure and no reward: a broken grader must not teach the
-policy anything.
+policy anything, and a number that nobody reads must not become a success.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,13 @@ FAILING_STATUS = 1
 """The exit status of a test that fails; a higher one says that the grader itself did not work."""
 MAX_LINES = 1_000
 _KEYS = ("value", "step", "turn_id", "name", "session_id")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+"""A number as JSON writes it."""
+_LIKE_A_NUMBER = re.compile(
+    r"[-+]?(0x[0-9a-f]+|\d[\d_' ]*([.,]\d*)?|[.,]\d+)(e[-+]?\d+)?( ?%| ?/ ?\d+)?", re.IGNORECASE
+)
+_WORDS = frozenset({"true", "false", "null", "none", "nan", "inf", "infinity"})
+"""What programs print for a verdict, and what is no number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,10 +61,15 @@ def read_verdict(output: bytes, exit_status: int) -> list[Grade]:
     if lines and all(line.lstrip().startswith("{") for line in lines):
         _check_success(exit_status)
         return _from_lines(lines)
-    number = _number(text)
-    if number is not None:
+    if _NUMBER.fullmatch(text):
         _check_success(exit_status)
-        return [Grade(finite(number))]
+        return [Grade(finite(float(text)))]
+    for line in lines:
+        if _is_unread(line.strip()):
+            raise GraderFailed(
+                f"its line {line.strip()!r:.80} is not read as a reward: write one number, as JSON writes it, or JSON "
+                "Lines, and everything else to standard error"
+            )
     if exit_status > FAILING_STATUS:
         raise GraderFailed(f"it ended with exit status {exit_status}; 0 is a reward of 1, 1 is a reward of 0")
     return [Grade(1.0 - exit_status)]
@@ -106,11 +119,19 @@ def _check_success(exit_status: int) -> None:
         raise GraderFailed(f"it wrote a reward and then ended with exit status {exit_status}; end it with 0")
 
 
-def _number(text: str) -> float | None:
+def _is_unread(line: str) -> bool:
+    """Return whether a line was meant as a verdict, beside other lines or in another form than a grader's."""
+    if _LIKE_A_NUMBER.fullmatch(line) or line.lower().lstrip("+-") in _WORDS:
+        return True
     try:
-        return float(text)
-    except ValueError:
-        return None
+        given = json.loads(line) if line.startswith(("{", "[", '"')) else None
+    except MALFORMED:
+        return False
+    if isinstance(given, dict):
+        return not {"value", "reward", "score"}.isdisjoint(given)
+    if isinstance(given, list):
+        return len(given) == 1 and _is_number(given[0], int | float)
+    return isinstance(given, str) and _is_unread(given)
 
 
 def _from_lines(lines: list[str]) -> list[Grade]:
@@ -185,10 +206,18 @@ _TURN_FIELDS = (
 def document(session: Json, turns: Sequence[Json], task: Json | None = None) -> Json:
     """Return a session, its turns with what each adds, and the whole conversation of each chain once.
 
-    `session` and `turns` are as the API returns them; `task` is the line of the tasks file, where there is one.
+    A chain's `unsampled` are the places of the assistant messages that no turn of the session sampled: whoever calls
+    the model can write them. `session` and `turns` are as the API returns them; `task` is the line of the tasks file,
+    where there is one.
     """
     last = {turn["chain_id"]: turn["turn_id"] for turn in turns}
-    chains = [{"chain_id": chain_id, **conversation(turns, turn_id)} for chain_id, turn_id in last.items()]
+    sampled = {_said(turn["response"]) for turn in turns if turn["response"]}
+    chains = []
+    for chain_id, turn_id in last.items():
+        chain = conversation(turns, turn_id)
+        places = [at for at, message in enumerate(chain["messages"]) if message and message.get("role") == "assistant"]
+        unsampled = [at for at in places if _said(chain["messages"][at]) not in sampled]
+        chains.append({"chain_id": chain_id, **chain, "unsampled": unsampled})
     whole = {"session": session, "turns": [_short(turn) for turn in turns], "chains": chains}
     return whole if task is None else {**whole, "task": task}
 
@@ -202,6 +231,18 @@ def conversation(turns: Sequence[Json], turn_id: str) -> Json:
         reached = by_id[reached]["parent_turn_id"]
     messages = [message for turn in reversed(line) for message in (*turn["messages"], turn["response"])]
     return {"tools": line[-1]["tools"], "messages": messages}
+
+
+def _said(message: Json) -> str:
+    """Return what a reply says and calls, without what clients change: ids of calls, white space, forms of JSON."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or {}
+        arguments: Any = function.get("arguments")
+        with contextlib.suppress(*MALFORMED):
+            arguments = json.dumps(json.loads(arguments), sort_keys=True)
+        calls.append([function.get("name"), arguments])
+    return json.dumps([text_of(message.get("content")).split(), calls])
 
 
 def _short(turn: Json) -> Json:

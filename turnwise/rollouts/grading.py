@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +27,31 @@ PLAYED_FILE = "played.json"
 SOURCE = "turnwise run"
 
 
+def restore_named(arguments: Sequence[str], template: Path, workdir: Path) -> None:
+    """Give a run's directory the template's files that a grading command names: the agent may have changed its copies.
+
+    Raises:
+        GraderFailed: the agent has made a link to elsewhere of a directory on the way.
+    """
+    for name in arguments:
+        source, target = template / name, workdir / name
+        if target == workdir or Path(name).is_absolute() or ".." in Path(name).parts or not source.exists():
+            continue
+        if target.parent.resolve() != (workdir.resolve() / name).parent:
+            raise GraderFailed(
+                f"{name!r} lies behind a link in {str(workdir)!r}, so the template's cannot be put there"
+            )
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True)
+        else:
+            shutil.copy2(source, target)
+
+
 class Grading:
     """Grades runs by the reward command, or by what the called function returned."""
 
@@ -35,10 +62,11 @@ class Grading:
             SettingsError: there is no such program.
         """
         self._client = client
+        self._template = settings.workdir
         self._grader: CommandGrader | None = None
         if settings.reward_command is not None:
-            argv = with_script(split_command(settings.reward_command, "--reward-command"), settings.workdir)
-            self._grader = CommandGrader(argv, settings.reward_timeout)
+            argv = split_command(settings.reward_command, "--reward-command")
+            self._grader = CommandGrader(with_script(argv, settings.workdir, of_template=True), settings.reward_timeout)
 
     def stored(self, directory: Path) -> AgentEnd | None:
         """Return the stored end of a run; None if the agent did not end."""
@@ -89,6 +117,8 @@ class Grading:
             "TURNWISE_TERMINATION_REASON": played.termination_reason,
             "TURNWISE_LOG": str(run.log.absolute()),
         }
+        if self._template is not None:
+            await asyncio.to_thread(restore_named, grader.argv[1:], self._template, run.workdir)
         return await grader.grade(
             document(session, turns, run.task.fields),
             cwd=run.workdir,

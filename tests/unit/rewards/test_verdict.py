@@ -17,6 +17,9 @@ from turnwise.rewards.grader import Grade, as_rewards, read_verdict
         (b"-1", 0, [Grade(-1.0)]),
         (b'{"value": 1, "step": 2}\n\n{"value": 0.5}\n', 0, [Grade(1.0, step=2), Grade(0.5)]),
         (b'{"value": 1, "turn_id": "chatcmpl-1", "name": "style"}', 0, [Grade(1.0, None, "chatcmpl-1", "style")]),
+        (b"1e-1", 0, [Grade(0.1)]),
+        (b"1..3\nok 1 - a\nok 2 - b\n", 0, [Grade(1.0)]),  # a test suite's own format, TAP
+        (b".......  [100%]\n7 passed in 0.5s\n[1, 2]\n", 0, [Grade(1.0)]),
     ],
 )
 def test_a_grader_answers_with_its_status_a_number_or_lines(output, status, rewards):
@@ -29,7 +32,7 @@ def test_a_grader_answers_with_its_status_a_number_or_lines(output, status, rewa
         (b"", 2, "exit status 2"),
         (b"Traceback", 137, "exit status 137"),
         (b"1.0", 1, "exit status 1"),
-        (b"nan", 0, "finite"),
+        (b"1e999", 0, "finite"),
         (b"{broken", 0, "not JSON"),
         (b'{"value": "high"}', 0, "'high'"),
         (b'{"value": true}', 0, "True"),
@@ -49,6 +52,20 @@ def test_a_grader_answers_with_its_status_a_number_or_lines(output, status, rewa
 def test_a_broken_grader_gives_no_reward(output, status, named):
     with pytest.raises(GraderFailed, match=named):
         read_verdict(output, status)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        *("Loading weights\n0.0", "0.0\nbye", "0\n1", "score\n 0.5 \n", "0,5", ".5", "5.", "+1", "01", "1_000", "0x10"),
+        *("50%", "3/4", "NaN", "-Infinity", "Loading\ninf", "False", "null", "None", "[0.0]", '"0"', "[0]\nx"),
+        *('Loading\n{"value": 0.0}', '{"value": 0.0}\nbye', '{"score": 0}\nbye', "\u0660"),
+    ],
+)
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_verdict_that_is_not_read_is_a_failure_and_never_a_success(output, status):
+    with pytest.raises(GraderFailed, match="not read as a reward"):
+        read_verdict(output.encode(), status)
 
 
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)])

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.errors import SettingsError
+from turnwise.errors import GraderFailed, SettingsError
 from turnwise.processes.limited import with_script
 from turnwise.rollouts.agents import AGENTS, Address, command_line, environment, find_agent, write_files
+from turnwise.rollouts.grading import restore_named
 from turnwise.rollouts.results import MAX_TABLE_TASKS, Results, RunResult, summary, table
 from turnwise.rollouts.runner import Pace
 from turnwise.rollouts.tasks import Task, fill, load_tasks, unfilled
@@ -262,3 +263,32 @@ def test_other_arguments_mean_the_runs_own_directory(tmp_path, monkeypatch):
     (tmp_path / "answer.txt").touch()
     for command in (["cat", "answer.txt"], ["python", "-c", "answer.txt"], ["python", "missing.py"], ["python"]):
         assert with_script(command, None) == command
+
+
+def test_a_grader_s_files_are_the_template_s_after_the_agent_has_changed_its_copies(tmp_path):
+    """The script runs from the template; a directory of tests is put back, without what the agent added to it."""
+    template, work = tmp_path / "template", tmp_path / "work"
+    (template / "hidden").mkdir(parents=True)
+    (template / "grade.py").write_text("honest")
+    (template / "hidden" / "test_a.py").write_text("assert 0")
+    assert with_script(["python", "grade.py"], template, of_template=True) == ["python", str(template / "grade.py")]
+    (work / "hidden").mkdir(parents=True)
+    (work / "hidden" / "test_a.py").write_text("assert 1")
+    (work / "hidden" / "conftest.py").write_text("everything passes")
+    (work / "answer.txt").write_text("42")
+    restore_named(["-q", "hidden", "answer.txt", "", ".", "/etc/hostname", "../work"], template, work)
+    assert {path.name: path.read_text() for path in (work / "hidden").iterdir()} == {"test_a.py": "assert 0"}
+    assert (work / "answer.txt").read_text() == "42"
+
+
+def test_a_grader_s_file_is_not_written_through_a_link_of_the_agent(tmp_path):
+    template, work, elsewhere = tmp_path / "template", tmp_path / "work", tmp_path / "elsewhere"
+    for directory in (template / "tests", work, elsewhere):
+        directory.mkdir(parents=True)
+    (template / "tests" / "a.py").write_text("a")
+    (work / "tests").symlink_to(elsewhere)
+    with pytest.raises(GraderFailed, match="behind a link"):
+        restore_named(["tests/a.py"], template, work)
+    restore_named(["tests"], template, work)
+    assert (work / "tests" / "a.py").read_text() == "a"
+    assert list(elsewhere.iterdir()) == []
