@@ -12,7 +12,7 @@ from proxy.routes.control import Caller, CheckedRoute, Here, Id, answer, describ
 from proxy.routes.declared import Routes
 from proxy.routes.sessions import NewSession, new_session_json
 from proxy.services import Services
-from proxy.sessions.which import check_id
+from proxy.sessions.identities import check_id
 from turnwise.features import forks
 from turnwise.store import selection, sessions, turns
 from turnwise.store.database import Connection

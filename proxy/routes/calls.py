@@ -31,7 +31,7 @@ from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, se
 from proxy.http.bodies import SHORT_DIGITS, read_body
 from proxy.http.connections import LEFT
 from proxy.sessions.conversation import has_media
-from proxy.sessions.which import identify, next_prefix
+from proxy.sessions.identities import identify, next_prefix
 from turnwise.engine_plugin.images import FIELD
 from turnwise.errors import TurnwiseError
 from turnwise.store import consent

@@ -19,7 +19,7 @@ from proxy.http.bodies import read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import DataPlane, Endpoint, ReplySender, SampleEndpoint, admitted, query_of
 from proxy.sessions.conversation import has_media
-from proxy.sessions.which import identify
+from proxy.sessions.identities import identify
 from turnwise.errors import EngineUnavailable, NotFound
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from proxy.routes.control import (
     record_json,
     with_columns,
 )
-from proxy.sessions.which import MAX_USER_ID, next_prefix
+from proxy.sessions.identities import MAX_USER_ID, next_prefix
 from turnwise.store import consent, keys
 from turnwise.types import DEFAULT_POLICY_NAME, ConsentMark, ConsentOf, utc_now
 

@@ -33,8 +33,8 @@ from proxy.routes.control import (
 )
 from proxy.routes.training_note import training_note
 from proxy.services import Services
+from proxy.sessions.identities import SESSION_ID, check_has_policy, check_id, next_prefix
 from proxy.sessions.pinnable import check_pinnable
-from proxy.sessions.which import SESSION_ID, check_has_policy, check_id, next_prefix
 from turnwise.store import consent, policies, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter

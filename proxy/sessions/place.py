@@ -30,11 +30,11 @@ from proxy.sessions.conversation import (
     context_digest,
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
+from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
 from proxy.sessions.rendering import RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
-from proxy.sessions.which import check_id, end_user, next_id, next_prefix
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, PromptTooLong

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.which import end_user, name_session
+from proxy.sessions.identities import end_user, name_session
 from turnwise.errors import InvalidRequest
 
 UUID = "0195f4c2-7d1e-7a3b-9c55-1f2e3d4c5b6a"
