@@ -60,7 +60,6 @@ def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> 
                 app.add_route(path, files, include_in_schema=False)
             else:
                 app.mount(path, files)
-    app.include_router(keys.consents)
     app.include_router(operations.control)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unexpected)

@@ -69,8 +69,6 @@ ACTION_OF_ROUTE = {
     "GET /v1/turns/{turn_id}": "read",
     "POST /v1/turns/{turn_id}/role": "reward",
     "POST /v1/rewards": "reward",
-    "GET /v1/consent": "read",
-    "POST /v1/consent": "label",
     "GET /v1/policies": "read",
     "POST /v1/policies": "publish",
     "POST /v1/policies/{version}/activate": "activate",

@@ -136,9 +136,6 @@ class Metrics:
     def _add_store(self) -> None:
         """Add the metrics of the store: sessions, rewards, commits, groups and updates."""
         self.sessions = self.counter("turnwise_sessions", "Sessions by the event that started or ended them", ["event"])
-        self.restricted = self.counter(
-            "turnwise_restricted_sessions", "Sessions that were marked `train = false` after they were created"
-        )
         self.rewards = self.counter("turnwise_rewards", "Rewards written", ["target"])
         self.commit_seconds = self._histogram(
             "turnwise_commit_seconds", "Time that a turn waits for its commit, including queueing"

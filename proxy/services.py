@@ -32,11 +32,10 @@ from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
-from proxy.writer.process import redacted_document
 from turnwise.errors import EngineUnsuitable, StoreError
-from turnwise.settings import READABLE, load_object
-from turnwise.store import consent
+from turnwise.settings import READABLE
 from turnwise.store.database import Database, readable_files
+from turnwise.types import Session
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +54,13 @@ class Beside:
 
     async def run(self) -> None:
         """Run until cancelled."""
+
+
+class Consents(Protocol):
+    """Withdraws consent; a feature provides it."""
+
+    async def narrow(self, wanted: Session, stored: Session) -> Session:
+        """Return a stored session with what a request for it denies, stored as well."""
 
 
 class TokenBudgets(Protocol):
@@ -92,7 +98,6 @@ class Services:
         """
         faults = FaultPoints(settings.fault)
         self.settings = settings
-        self._redact = None if settings.redactor is None else load_object(settings.redactor, "redactor")
         self.peers = peers
         self.metrics = metrics = Metrics(metrics_directory)
         self.database = database
@@ -118,9 +123,14 @@ class Services:
             )
         )
         """Where routes that no engine serves are passed to; None if nowhere."""
+        self.redact: Callable[[Any], Any] | None = None
+        """What a feature leaves of a document that a client gave; None stores it as it is."""
+        self.consents: Consents | None = None
+        """What withdraws consent to sessions; None without such a feature."""
         self.budgets: TokenBudgets | None = None
         """What counts the tokens of callers; None without such a feature."""
         self.steps = Steps(steps, self)
+        self.writer.row_steps = self.steps.rows
         self.sessions = Sessions(
             database,
             self.writer,
@@ -170,30 +180,15 @@ class Services:
 
     def redacted(self, document: Any) -> Any:
         """Return what the control plane stores of a JSON document that a client gave."""
-        return document if self._redact is None else redacted_document(document, self._redact)
+        return document if self.redact is None else self.redact(document)
 
     def redacted_text(self, text: str | None) -> str | None:
-        """Return what is stored of a free text; `redactor_failed` where the redactor fails, as with turns."""
+        """Return what is stored of a free text; `redactor_failed` where that cannot be found, as with turns."""
         try:
             return cast("str | None", self.redacted(text))
         except Exception:  # the redactor is another program's
             log.exception("the redactor failed at a reason or a note, which is stored without its text")
             return "redactor_failed"
-
-    async def restrict(self, change: Callable[..., consent.Restricted], *of: Any) -> int:
-        """Mark sessions as not to be trained, in short transactions; return how many were marked.
-
-        They stay in memory: the writing process reads `record` with each turn that it stores.
-        """
-        number = after = 0
-        while True:
-            async with self.writer.slices:
-                found, after = await self.writer.do(change, *of, after)
-            if not found:
-                break
-            number += len(found)
-        self.metrics.restricted.inc(number)
-        return number
 
     def forget_keys(self) -> None:
         self.authenticator.forget()

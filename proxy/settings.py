@@ -84,11 +84,6 @@ class ProxySettings(Settings):
     """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
     empty text drops the mark."""
 
-    redactor: str | None = None
-    """`module:function`, which gets each text of a turn before it is stored, and returns it without what must not be
-    stored, such as `turnwise_redaction:redact` of extras/redaction. A turn in which it replaces something is stored
-    without its tokens, and neither trained nor extended from the store."""
-
     upstream: str | None = None
     """Base URL, such as https://HOST/v1, of a server for embeddings, audio, images and moderations. By default these
     routes are answered with 404."""

@@ -407,29 +407,6 @@ class Feedback:
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
 
 
-class ConsentOf(enum.StrEnum):
-    """What can be marked as not to be trained, beside a session."""
-
-    USER = "user"
-    KEY = "key"
-    TENANT = "tenant"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ConsentMark:
-    """The calls of an end user, a key or a tenant are not trained, as if each of its sessions had `train` false."""
-
-    tenant: str = "default"
-    kind: ConsentOf
-    name: str = ""
-    """The user's or the key's id; empty for the whole tenant."""
-    record: bool = True
-    """False: nothing of its calls is stored either."""
-    written_by: str | None = None
-    """The API key that wrote it; set by the proxy."""
-    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """A named policy of a tenant: an adapter with its own versions, pin, arms and trainer state."""

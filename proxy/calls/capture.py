@@ -32,7 +32,7 @@ from turnwise.errors import EngineUnavailable
 from turnwise.features.experts import EXPERTS
 from turnwise.features.images import IMAGES, Media, pack_images
 from turnwise.sampling import SUPPORT
-from turnwise.types import Json, Outcome, TokenIds, image_digests, utc_now
+from turnwise.types import Json, Outcome, SessionKey, TokenIds, image_digests, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 NO_LOGPROBS = np.empty(0, np.float32)
@@ -52,6 +52,8 @@ class Running:
     call: Call = NOT_YET
     place: CallPlace = NOT_YET
     """Its session, and the turn that it extends; what is found before it is sampled."""
+    session_key: SessionKey = NOT_YET
+    """Tenant and id of its session; also of the call whose answer it repeats, which has no place."""
     attempt: Attempt = NOT_YET
     """What a retry of the call refers to; not of a call that is itself answered as a retry."""
     has_waited: bool = False

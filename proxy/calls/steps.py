@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Call
     from proxy.metrics import Counted
     from proxy.settings import ProxySettings
-    from proxy.writer.process import NewTurn
+    from proxy.writer.process import MakeRowStep, NewTurn
     from turnwise.store.extensions import Column
     from turnwise.types import Session
 
@@ -30,6 +30,9 @@ class CallStep:
     """Whose calls it is `asked` of."""
     counters: ClassVar[Mapping[str, Counted]] = {}
     """Its metrics by the names of its attributes that hold them."""
+
+    rows: tuple[MakeRowStep, ...] = ()
+    """What it does with rows of turns in the writing process."""
 
     def __init__(self, services: Any) -> None:
         """Take what is needed of `proxy.services.Services`, which has its store, writer, metrics and settings."""
@@ -52,7 +55,7 @@ class CallStep:
         """Change a call whose session is known, before its conversation is read; also one whose tokens are counted."""
 
     async def placed(self, running: Running) -> None:
-        """Take a call that has its session, and will be sampled."""
+        """Take a call that has its session; one without a place repeats the answer of an earlier call."""
 
     def sent(self, running: Running) -> None:
         """Take a call whose lane is chosen, just before the engine gets it."""
@@ -81,6 +84,7 @@ class Steps:
                 step = kind(services)
                 vars(step).update(metrics)
                 self._on.append(step)
+        self.rows = tuple(make for step in self._on for make in step.rows)
         self.columns = [column for step in self._on for column in step.columns]
         self.admitted = self._overridden(lambda kind: kind.admitted)
         self.opened = self._overridden(lambda kind: kind.opened)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from proxy.calls.steps import CallStep
 from proxy.features.arms.settings import ArmSettings
+from proxy.features.consent.marks import ConsentStep
+from proxy.features.consent.redaction import Redaction
+from proxy.features.consent.settings import ConsentSettings
 from proxy.features.dropped import Dropped
 from proxy.features.feedback.settings import FeedbackSettings
 from proxy.features.limits import CallLimits
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.reload.rollout import Rollout
     from proxy.services import Beside
 
-STEPS: tuple[type[CallStep], ...] = (CallLimits, Dropped, Resumed, PinStep, Prices)
+STEPS: tuple[type[CallStep], ...] = (CallLimits, Dropped, ConsentStep, Redaction, Resumed, PinStep, Prices)
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
@@ -36,12 +39,20 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
     "proxy.features.limits.routes",
+    "proxy.features.consent.routes",
 )
 """Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
 
 
 class Settings(
-    ArmSettings, PinSettings, LimitSettings, PriceSettings, RetentionSettings, FeedbackSettings, ProxySettings
+    ArmSettings,
+    ConsentSettings,
+    PinSettings,
+    LimitSettings,
+    PriceSettings,
+    RetentionSettings,
+    FeedbackSettings,
+    ProxySettings,
 ):
     """Settings of one proxy with all of its features."""
 

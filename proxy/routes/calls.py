@@ -31,10 +31,9 @@ from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, se
 from proxy.http.bodies import SHORT_DIGITS, read_body
 from proxy.http.connections import LEFT
 from proxy.sessions.conversation import has_media
-from proxy.sessions.identities import identify, next_prefix
+from proxy.sessions.identities import identify
 from turnwise.engine_plugin.images import FIELD
 from turnwise.errors import TurnwiseError
-from turnwise.store import consent
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -250,7 +249,9 @@ class SampleEndpoint(Endpoint):
             await step(running)
         attempt = await services.retries.begin(call, principal, digest, running.left)
         if attempt.answer is not None:
-            await self._deny(call, principal.tenant, attempt.headers[SESSION])
+            running.session_key = principal.tenant, attempt.headers[SESSION]
+            for step in services.steps.placed:
+                await step(running)
             return attempt
         running.attempt, attempt.headers = attempt, reply.headers
         if not running.is_admitted:
@@ -264,16 +265,9 @@ class SampleEndpoint(Endpoint):
         running.has_waited = must_wait and not await services.pool.wait_for_first()
         running.place = await services.sessions.find(call, principal, digest)
         live = running.place.live
-        if not call.train and (live.session.train or live.session.record > call.record):
-            await self._deny(call, live.session.tenant, live.session.session_id)
-            live.session = dataclasses.replace(live.session, train=False, record=live.session.record and call.record)
+        running.session_key = live.key
         reply.headers[SESSION] = live.session.session_id
         return None
-
-    async def _deny(self, call: Call, tenant: str, session_id: str) -> None:
-        if not call.train:
-            of = tenant, session_id, next_prefix(session_id), call.record
-            await self._services.restrict(consent.restrict_session, *of)
 
     async def _read(self, scope: Scope, receive: Receive, running: Running) -> tuple[Call, bytes]:
         settings, principal = self._services.settings, running.principal

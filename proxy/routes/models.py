@@ -21,7 +21,6 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from proxy.routes import operations, rewards, sessions
 from proxy.routes.control import PUBLIC
-from proxy.routes.keys import Consent
 from turnwise import parts
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
@@ -29,7 +28,6 @@ from turnwise.store import extensions, keys, policies, updates
 from turnwise.store import turns as stored_turns
 from turnwise.store.earned import Earned
 from turnwise.types import (
-    ConsentMark,
     Json,
     Logprobs,
     Policy,
@@ -266,8 +264,6 @@ NewKeyAnswer = answer_model(
     key=field(str, "The whole key. Only this answer has it."),
 )
 
-ConsentAnswer = answer_model("ConsentAnswer", Consent)
-ConsentList = page_model("ConsentList", ConsentMark, "Some marks.")
 KeyList = page_model("KeyList", ListedKey, "All keys of the tenant.")
 DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 

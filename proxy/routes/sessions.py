@@ -33,9 +33,9 @@ from proxy.routes.control import (
 )
 from proxy.routes.training_note import training_note
 from proxy.services import Services
-from proxy.sessions.identities import SESSION_ID, check_has_policy, check_id, next_prefix
+from proxy.sessions.identities import SESSION_ID, check_has_policy, check_id
 from proxy.sessions.pinnable import check_pinnable
-from turnwise.store import consent, policies, selection, sessions, statements, turns
+from turnwise.store import policies, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
@@ -165,10 +165,8 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     fields["metadata"] = services.redacted(wanted.metadata)
     session = Session(session_id=session_id, **of, **fields)
     stored = await services.sessions.cache.create(session)
-    if stored.train > session.train or stored.record > session.record:
-        marked = principal.tenant, session_id, next_prefix(session_id), session.record
-        await services.restrict(consent.restrict_session, *marked)
-        stored = dataclasses.replace(stored, train=session.train, record=session.record and stored.record)
+    if services.consents is not None:
+        stored = await services.consents.narrow(session, stored)
     if wanted.policy is not None:
         check_has_policy(stored, policy_id, wanted.policy, param="policy")
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}

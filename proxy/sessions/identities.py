@@ -98,14 +98,15 @@ NATIVE_IDS = (
     NativeId("prompt-cache-key", _unique_cache_key),
 )
 """In the order in which they are tried."""
-_DENIALS = frozenset({b"x-train", b"x-record"})
 OWN_HEADER = OWN.decode()
 EXPLICIT_SOURCES = ("path", OWN_HEADER, "metadata")
 """Where a request names a session by the session's own id, in the order in which they are tried."""
 
 
 def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str], principal: Principal) -> None:
-    """Set the session, agent, step, key and consent that the request names; a session key's session is its own.
+    """Set the session, agent, step and key that the request names, and what its caller's key denies.
+
+    A session key's session is its own.
 
     Args:
         call: the call.
@@ -126,8 +127,6 @@ def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collect
             principal.require_session(call.session_id)
         call.session_id = principal.session_id
     call.train, call.record = principal.train, principal.record
-    if not _DENIALS.isdisjoint(headers) or "train" in metadata or "record" in metadata:
-        _deny(call, headers, metadata)
     if header := headers.get(b"x-step"):
         call.step = _step(header.decode("latin-1"), is_metadata=False)
     elif "step" in metadata:
@@ -138,23 +137,6 @@ def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collect
                 f"an Idempotency-Key has at most {MAX_KEY_LENGTH} characters, not {len(key)}", param="Idempotency-Key"
             )
         call.idempotency_key = key.decode("latin-1")
-
-
-def _deny(call: Call, headers: Headers, metadata: Json) -> None:
-    """Take `X-Train` and `X-Record`, or `train` and `record` of the metadata, whose other values are the application's.
-
-    Raises:
-        InvalidRequest: a header has another value than true and false: it may not be taken for consent.
-    """
-    denied = set()
-    for name in ("train", "record"):
-        header = headers.get(f"x-{name}".encode(), b"true").decode("latin-1").strip().lower()
-        if header not in ("true", "false"):
-            raise InvalidRequest(f"X-{name.capitalize()} is `true` or `false`, not {header!r:.80}", param=f"x-{name}")
-        if header == "false" or str(metadata.get(name)).lower() == "false":
-            denied.add(name)
-    call.record = call.record and "record" not in denied
-    call.train = call.train and call.record and "train" not in denied
 
 
 def _step(given: object, *, is_metadata: bool) -> int | None:

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
-from proxy.writer.process import BatchReport, Job, NewTurn, Setup, Work
+from proxy.writer.process import BatchReport, Job, MakeRowStep, NewTurn, Setup, Work
 from turnwise.errors import StoreUnavailable
 from turnwise.features.experts import EXPERTS
 from turnwise.store import keys, rows
@@ -67,9 +67,9 @@ class Writer:
     def __init__(self, settings: ProxySettings, metrics: Metrics, imports: tuple[str, ...] = ()) -> None:
         url, seconds = settings.database.get_secret_value(), settings.commit_timeout_seconds
         lock_seconds = min(LOCK_SECONDS, seconds)
-        self._setup = Setup(
-            url, lock_seconds, settings.fault, os.getpid(), settings.log_format, settings.redactor, imports
-        )
+        self._setup = Setup(url, lock_seconds, settings.fault, os.getpid(), settings.log_format, imports=imports)
+        self.row_steps: tuple[MakeRowStep, ...] = ()
+        """What features do with the rows of turns in the writing process, set before it starts."""
         self._metrics = metrics
         self._timeout_seconds = seconds
         self._numbers = itertools.count()
@@ -107,7 +107,7 @@ class Writer:
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: ASYNC220, S603  a fork of our own
             undo.pop_all()
         self._transport, _ = await loop.create_unix_connection(lambda: Link(self.take, self.lost), sock=ours)
-        self._transport.writelines(frame(self._setup))
+        self._transport.writelines(frame(self._setup._replace(row_steps=self.row_steps)))
         self._ready_at, self._reported_at = None, time.monotonic()
         if self._watch is None:
             self._watch = loop.call_later(CHECK_SECONDS, self._check_deadline)

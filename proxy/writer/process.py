@@ -1,4 +1,4 @@
-"""The process that commits turns: one transaction for all waiting jobs; a redactor changes the turns here.
+"""The process that commits turns: one transaction for all waiting jobs; features may change the turns here.
 
 A turn's reply leaves after its commit, so commits must be cheap: they are batched, and neither the statements nor the
 decoding of logprobs takes the interpreter from the calls. Jobs of the control plane run in the same transaction, each
@@ -15,18 +15,16 @@ import datetime
 import gc
 import importlib
 import itertools
-import json
 import logging
 import math
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -37,16 +35,13 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.features.images import Media
 from turnwise.parts import PartProblem, known, pack_parts, unpack_parts
-from turnwise.settings import load_object
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
-from turnwise.store.rows import TURNS
 from turnwise.telemetry.logs import LogFormat, configure_logging
-from turnwise.types import REDACTED, STORED_IMAGE, Outcome, Reward, Session, Turn
+from turnwise.types import Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
-_MEDIA_URL = re.compile(rf"data:[\w/.+;=-]{{0,200}};base64,[A-Za-z0-9+/=]*|{STORED_IMAGE.pattern}")
 MAX_BATCH = 256
 RETRY_SECONDS = 0.05
 """Pause before a transaction is tried again while the store is locked or unreachable."""
@@ -57,6 +52,10 @@ GC_ALLOCATIONS = 50_000
 """Allocations between two garbage collections: decoding one reply makes thousands of objects without cycles."""
 MAX_ID = 2**31 - 1
 TOKEN_BYTES = 4
+
+
+MakeRowStep: TypeAlias = Callable[[], Callable[[turns.TurnRow], turns.TurnRow]]
+"""Importable by its name."""
 
 
 class Setup(NamedTuple):
@@ -70,8 +69,8 @@ class Setup(NamedTuple):
     proxy_pid: int
     """Process id of the proxy that started it."""
     log_format: LogFormat = "text"
-    redactor: str | None = None
-    """The setting of this name."""
+    row_steps: tuple[MakeRowStep, ...] = ()
+    """Each makes what changes the rows of turns before they are stored."""
     imports: tuple[str, ...] = ()
     """Modules to import before the store is opened: they extend it."""
 
@@ -146,34 +145,6 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
     return row
 
 
-def redacted_document(document: Any, redact: Callable[[str], str]) -> Any:
-    """Return a JSON document with all of its texts redacted, but for media in `data:` URLs and names of images."""
-    if isinstance(document, str):
-        return document if _MEDIA_URL.fullmatch(document) else redact(document)
-    if isinstance(document, list):
-        return [redacted_document(each, redact) for each in document]
-    if isinstance(document, dict):
-        return {redact(name): redacted_document(value, redact) for name, value in document.items()}
-    return document
-
-
-def redacted(row: turns.TurnRow, redact: Callable[[str], str]) -> turns.TurnRow:
-    """Return a row without what the redactor replaces in its texts, and then also without its tokens.
-
-    A redactor that fails must not let a text pass: nothing of the turn's texts and tokens is stored then.
-    """
-    found: turns.TurnRow = {}
-    try:
-        for name in filter(row.get, TURNS.documents):
-            document = json.loads(row[name]) if isinstance(row[name], str) else row[name]
-            if (clean := redacted_document(document, redact)) != document:
-                found[name] = clean
-    except Exception:  # the redactor is another program's; what it raises is counted as the turn's reason
-        log.exception("the redactor failed at turn %s, which is stored without its texts and tokens", row["turn_id"])
-        return turns.without_tokens(row, "redactor_failed", with_texts=False)
-    return turns.without_tokens(row | found, REDACTED) if found else row
-
-
 def _parts(row: turns.TurnRow) -> tuple[bytes, dict[str, str]]:
     """Return the parts of a turn as they are stored, and why it lacks some, by their names."""
     found, given, problems = unpack_parts(row["parts"]), row["given"], {}
@@ -205,9 +176,14 @@ class Committer:
     """Writes batches of jobs."""
 
     def __init__(
-        self, database: Database, faults: FaultPoints, proxy_pid: int, link: socket.socket, redactor: str | None = None
+        self,
+        database: Database,
+        faults: FaultPoints,
+        proxy_pid: int,
+        link: socket.socket,
+        row_steps: Iterable[MakeRowStep] = (),
     ) -> None:
-        self._redact = None if redactor is None else load_object(redactor, "redactor")
+        self._row_steps = [make() for make in row_steps]
         self._database = database
         self._link = link
         self._reported_at = -math.inf
@@ -281,7 +257,10 @@ class Committer:
         return results
 
     def _complete(self, sent: turns.TurnRow) -> turns.TurnRow:
-        return complete(sent) if self._redact is None else redacted(complete(sent), self._redact)
+        row = complete(sent)
+        for step in self._row_steps:
+            row = step(row)
+        return row
 
     def _exit_with_proxy(self) -> None:
         """Exit at once if the proxy has ended: no client has seen a reply to what is still uncommitted."""
@@ -341,7 +320,7 @@ def serve(link: socket.socket) -> None:
         importlib.import_module(module)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     faults = FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid))
-    committer = Committer(database, faults, setup.proxy_pid, link, setup.redactor)
+    committer = Committer(database, faults, setup.proxy_pid, link, setup.row_steps)
     committer.note_progress()
     num_lost = 0
     for jobs in itertools.chain([early], arriving):

@@ -16,8 +16,9 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, arms, feedback, forks, images, labels, limits, records, retention
+from turnwise.features import archive, arms, consent, feedback, forks, images, labels, limits, records, retention
 from turnwise.features.advantages import with_advantages
+from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
 from turnwise.features.page import activity, overview, search
@@ -26,7 +27,6 @@ from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
 from turnwise.store import (
     claims,
-    consent,
     conversations,
     experiences,
     groups,
@@ -48,8 +48,6 @@ from turnwise.store.notices import TrainerStatus
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
     DEFAULT_POLICY,
-    ConsentMark,
-    ConsentOf,
     Feedback,
     FeedbackKind,
     Outcome,

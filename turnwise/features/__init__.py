@@ -4,11 +4,12 @@ The store knows none of them. A process imports this package at its top, before 
 """
 
 from turnwise import parts
-from turnwise.features import arms, experts, feedback, images, labels, limits, prices, supports
+from turnwise.features import arms, consent, experts, feedback, images, labels, limits, prices, supports
 from turnwise.features.page import activity  # noqa: F401  its table is declared there
 from turnwise.store import extensions
 
 EXTENSIONS: tuple[extensions.Extension, ...] = (
+    consent.EXTENSION,
     arms.EXTENSION,
     images.EXTENSION,
     labels.EXTENSION,

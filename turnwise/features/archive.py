@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
 from turnwise.parts import parts_of_columns
-from turnwise.store import consent, extensions, schema
+from turnwise.store import extensions, schema
 from turnwise.store.groups import is_group
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import (
@@ -92,7 +92,10 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
     """Store a session again; return False if a session of this tenant and id is stored."""
     row = {"key_id": None, "train": 1, "record": 1, **archived.session}
     named = {name: row[name] for name in ("tenant", "session_id", "user_id", "key_id", "continues")}
-    (marked,) = consent.restricted(conn, [Session(**named, train=bool(row["train"]), record=bool(row["record"]))])
+    found = [Session(**named, train=bool(row["train"]), record=bool(row["record"]))]
+    for rule in extensions.opened:
+        found = rule(conn, found)
+    (marked,) = found
     row = {**row, "train": int(marked.train), "record": int(marked.record)}
     inserted = insert_new_rows(conn, sessions, [{**_without(row, "session_pk"), "group_pk": None}], "session_pk")
     if not inserted:
@@ -123,7 +126,8 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
                 [{**_without(each, key), "session_pk": session_pk} for each in others],
             )
     sources = {copy["source_id"] for copy in archived.others.get(session_copies.name, ())}
-    consent.inherit(conn, (row["tenant"], row["session_id"]), sources)
+    for follow in extensions.after_copy:
+        follow(conn, (row["tenant"], row["session_id"]), sources)
     return True
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import consent
+from turnwise.store import extensions
 from turnwise.store.schema import session_copies, turns
 from turnwise.store.selection import lock_sessions, sessions_of_turns
 from turnwise.store.sessions import create_session, read_session
@@ -107,7 +107,8 @@ def note_copy(conn: sa.Connection, session: Session, source_ids: Collection[str]
     insert_rows(
         conn, session_copies, [{"session_pk": session_pk, "source_id": each, **made} for each in sorted(source_ids)]
     )
-    consent.inherit(conn, (session.tenant, session.session_id), source_ids)
+    for follow in extensions.after_copy:
+        follow(conn, (session.tenant, session.session_id), source_ids)
 
 
 def copy_id(session: Session, turn_id: str) -> str:

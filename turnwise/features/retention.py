@@ -26,7 +26,6 @@ from turnwise.store.schema import (
     DELETED,
     NO_TENANT,
     api_keys,
-    consent_marks,
     feedback,
     groups,
     idempotency,
@@ -101,7 +100,7 @@ def delete_tenant(conn: sa.Connection, tenant: str) -> Deleted:
     """
     if (deleted := delete_sessions(conn, SessionFilter(tenant=tenant))).has_more:
         return deleted
-    for table in (groups, idempotency, api_keys, consent_marks, *extensions.tables_of_tenants):
+    for table in (groups, idempotency, api_keys, *extensions.tables_of_tenants):
         if delete_some(conn, table, table.c.tenant == tenant) == ROWS_AT_ONCE:
             return Deleted(has_more=True)
     num_policies, deleted_versions = delete_policies(conn, tenant)

@@ -147,8 +147,9 @@ def _packages() -> Finding:
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
+        from turnwise.features import consent
         from turnwise.sampling import ADVICE, count_not_trained
-        from turnwise.store import consent, notices, turns
+        from turnwise.store import notices, turns
         from turnwise.store.database import Database, missing_file, readable_files
 
         missing = missing_file(url)

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple, TypeAlias
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json, Session
+from turnwise.types import Json, Session, SessionKey
 
 ReadColumn: TypeAlias = "Callable[[sa.Connection, str, str | None, Collection[Any] | None], Mapping[Any, Any]]"
 """Takes the connection, what the rows are (`Column.of`), their tenant or None for all, and the names to read or None
 for all; returns the values by these names."""
 
 
+KeyName: TypeAlias = tuple[str, str]
+"""The tenant and the id of an API key."""
 Condition: TypeAlias = "Callable[[Any, str | None], sa.ColumnElement[bool]]"
 """Takes a filter's field and its tenant; returns the condition on a session's row."""
 
@@ -48,10 +50,19 @@ class Extension(NamedTuple):
 
     opened: Opened | None = None
     """Its rule at the opening of sessions, in the transaction that creates them."""
+    before_append: Callable[[Sequence[Any], Mapping[Any, Any], Mapping[str, int]], None] | None = None
+    """Takes the rows of turns that are about to be stored, which it may change, the locked sessions by their keys, and
+    how many tokens turns have that are stored: the rows' parents."""
     after_append: Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None] | None = None
     """Takes the rows of turns that were just stored; what calls gave with them are further keys of the rows."""
     after_deletion: Callable[[sa.Connection, Sequence[int]], None] | None = None
     """Takes the keys of sessions whose turns are to be deleted."""
+    after_change: Callable[[sa.Connection, Session], None] | None = None
+    """Takes a session whose end user has changed."""
+    after_copy: Callable[[sa.Connection, SessionKey, Collection[str]], None] | None = None
+    """Takes a session that holds copies of turns of other ones of its tenant, and their ids."""
+    of_keys: Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]] | None = None
+    """Takes API keys; returns other values of fields of `turnwise.store.keys.Key` for some of them."""
     tables_of_tenants: tuple[sa.Table, ...] = ()
     """Tables whose rows go with their tenant, with a column `tenant`."""
     tables_of_sessions: tuple[sa.Table, ...] = ()
@@ -66,7 +77,11 @@ class Extension(NamedTuple):
     """By the field of `turnwise.store.selection.SessionFilter` that they are for."""
 
 
+before_append: list[Callable[[Sequence[Any], Mapping[Any, Any], Mapping[str, int]], None]] = []
 opened: list[Opened] = []
+after_change: list[Callable[[sa.Connection, Session], None]] = []
+after_copy: list[Callable[[sa.Connection, SessionKey, Collection[str]], None]] = []
+of_keys: list[Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]]] = []
 after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
 after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
 tables_of_tenants: list[sa.Table] = []
@@ -80,7 +95,11 @@ conditions: dict[str, Condition] = {}
 def use(extensions: Iterable[Extension]) -> None:
     """Let the store call these extensions, in their order, and no others."""
     found = list(extensions)
+    before_append[:] = [each.before_append for each in found if each.before_append is not None]
     opened[:] = [each.opened for each in found if each.opened is not None]
+    after_change[:] = [each.after_change for each in found if each.after_change is not None]
+    after_copy[:] = [each.after_copy for each in found if each.after_copy is not None]
+    of_keys[:] = [each.of_keys for each in found if each.of_keys is not None]
     after_append[:] = [each.after_append for each in found if each.after_append is not None]
     after_deletion[:] = [each.after_deletion for each in found if each.after_deletion is not None]
     tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]

@@ -110,22 +110,6 @@ def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
     return Change(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
 
 
-def drop_untrainable(conn: sa.Connection, group_pks: Collection[int]) -> None:
-    """Drop the complete groups of these that no trainer holds, and in which no session is left to train."""
-    of_part = (turns.c.session_pk == sessions.c.session_pk, turns.c.policy_id == groups.c.policy_id)
-    sampled = sa.exists().where(*of_part).correlate(sessions, groups)
-    is_complete = groups.c.num_sessions >= groups.c.group_size
-    for key, is_due, is_own in ((groups.c.group_pk, is_complete, sa.true()), (groups.c.part_of, sa.true(), sampled)):
-        is_left = sa.exists().where(sessions.c.group_pk == key, sessions.c.train == 1, is_own)
-        wanted = sa.and_(
-            is_among(conn.dialect, key, group_pks),
-            unindexed(groups.c.status).in_([GroupStatus.OPEN.value, GroupStatus.READY.value]),  # most may be open
-            is_due,
-            ~is_left,
-        )
-        drop(wanted, "no_consent", "dropped %d groups without a session that may be trained").make(conn)
-
-
 def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
     return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
 

@@ -14,17 +14,19 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.store import extensions
 from turnwise.store.policies import find_policy
 from turnwise.store.rows import RowFormat, StoredRow, to_micros
-from turnwise.store.schema import NO_TENANT, api_keys, consent_marks, policies
+from turnwise.store.schema import NO_TENANT, api_keys, policies
 from turnwise.store.schema import secrets as secrets_table
 from turnwise.store.statements import insert_ignoring, insert_rows
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, ConsentOf, utc_now
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
 
 _PREFIX = "tw"
 _ID_BYTES = 8
@@ -72,7 +74,7 @@ class Key:
     """False: nothing that is said in them is stored either."""
 
 
-_KEYS = RowFormat(Key, api_keys, joined=("policy", "train", "record"))
+_KEYS = RowFormat(Key, api_keys, joined=("policy",))
 
 
 def create_key(
@@ -130,12 +132,12 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
     matches = hmac.compare_digest(_hash(secret), stored)
     if row is None or not matches or prefix != _PREFIX:
         return None
-    return _unless_invalid(row)
+    return _unless_invalid(conn, row)
 
 
 def valid_key(conn: sa.Connection, key_id: str) -> Key | None:
     row = _row(conn, key_id)
-    return None if row is None else _unless_invalid(row)
+    return None if row is None else _unless_invalid(conn, row)
 
 
 def get_key(conn: sa.Connection, key_id: str, tenant: str | None = None) -> Key:
@@ -143,7 +145,7 @@ def get_key(conn: sa.Connection, key_id: str, tenant: str | None = None) -> Key:
     row = _row(conn, key_id)
     if row is None or tenant not in (None, row.tenant):
         raise NotFound(f"there is no API key {key_id!r}; `turnwise keys list` shows them")
-    return _KEYS.record(row)
+    return _records(conn, [row])[0]
 
 
 def is_use_unrecorded(key: Key) -> bool:
@@ -162,7 +164,7 @@ def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
     found = _select_keys().order_by(api_keys.c.created_at, api_keys.c.key_id)
     if tenant is not None:
         found = found.where(api_keys.c.tenant == tenant)
-    return [_KEYS.record(row) for row in conn.execute(found)]
+    return _records(conn, conn.execute(found).all())
 
 
 def any_keys(conn: sa.Connection) -> bool:
@@ -195,21 +197,24 @@ def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="surrogatepass")).digest()
 
 
-def _unless_invalid(row: StoredRow) -> Key | None:
-    key = _KEYS.record(row)
+def _unless_invalid(conn: sa.Connection, row: StoredRow) -> Key | None:
+    (key,) = _records(conn, [row])
     has_expired = key.expires_at is not None and key.expires_at <= utc_now()
     return None if has_expired or key.revoked_at is not None else key
 
 
 def _select_keys() -> sa.Select[*tuple[Any, ...]]:
-    marks = consent_marks.c
-    is_marked = (marks.tenant == api_keys.c.tenant, marks.kind == ConsentOf.KEY.value, marks.name == api_keys.c.key_id)
-    shown = policies.c.name.label("policy"), marks.name.is_(None).label("train")
-    return (
-        sa.select(api_keys, *shown, (sa.func.coalesce(marks.record, 1) == 1).label("record"))
-        .join(policies, policies.c.policy_id == api_keys.c.policy_id)
-        .outerjoin(consent_marks, sa.and_(*is_marked))
-    )
+    named = policies.c.name.label("policy")
+    return sa.select(api_keys, named).join(policies, policies.c.policy_id == api_keys.c.policy_id)
+
+
+def _records(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Key]:
+    """Return rows as records, with what features know of the keys."""
+    records = [_KEYS.record(row) for row in found]
+    for read in extensions.of_keys:
+        values = read(conn, [(key.tenant, key.key_id) for key in records]) if records else {}
+        records = [dataclasses.replace(key, **values.get((key.tenant, key.key_id), {})) for key in records]
+    return records
 
 
 def _row(conn: sa.Connection, key_id: str) -> StoredRow | None:

@@ -19,7 +19,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.types import (
-    ConsentMark,
     Feedback,
     Logprobs,
     Parts,
@@ -301,13 +300,6 @@ api_keys = sa.Table(
     sa.Column("expires_at", Instant),
     sa.Column("last_used_at", Instant),
     sa.Column("token_budget", sa.BigInteger),
-)
-
-consent_marks = sa.Table(
-    "consent_marks",
-    metadata,
-    *columns_of(ConsentMark),
-    sa.PrimaryKeyConstraint("tenant", "kind", "name"),
 )
 
 secrets = sa.Table(

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import Conflict, InvalidRequest, NotFound, TurnwiseError
-from turnwise.store import consent, extensions, groups, rows
+from turnwise.store import extensions, groups, rows
 from turnwise.store.rewards import add_rewards, rewards_of
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import sessions, turns
@@ -84,7 +84,6 @@ def _insert_new(conn: sa.Connection, wanted: Mapping[SessionKey, Session]) -> di
     names = {"tenant": [tenant for tenant, _ in wanted], "session_id": [session_id for _, session_id in wanted]}
     stored = set(fetch_rows(conn, sessions, tuple(names), names))
     new_sessions = [wanted[key] for key in sorted(wanted.keys() - stored - results.keys())]
-    new_sessions = consent.restricted(conn, new_sessions)
     for rule in extensions.opened:
         new_sessions = rule(conn, new_sessions)
     trained = [session for session in new_sessions if session.split is Split.TRAIN and session.train]
@@ -188,7 +187,8 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     if values.get("group_pk", row.group_pk) != row.group_pk:
         groups.leave(conn, [row.group_pk])
     if "user_id" in changes:
-        consent.restrict_changed(conn, dataclasses.replace(stored, **changes))
+        for follow in extensions.after_change:
+            follow(conn, dataclasses.replace(stored, **changes))
     return read_session(conn, wanted.tenant, wanted.session_id)
 
 

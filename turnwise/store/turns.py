@@ -41,8 +41,6 @@ from turnwise.store.statements import (
 )
 from turnwise.store.updates import Updates, trained_in
 from turnwise.types import (
-    NOT_RECORDED,
-    REDACTED,
     TRAINED_ROLES,
     Json,
     Outcome,
@@ -66,14 +64,6 @@ _HAS_CHILD = (
     "AND child.parent_turn_id = turns.turn_id)"
 )
 """Whether a turn extends this one; it reads only later turns of the session."""
-_NO_TOKENS: TurnRow = {
-    **dict.fromkeys(
-        ("prompt_delta", "token_ids", "logprobs", "history_digest", "messages_digest", "dialogue_digest", "parts"), b""
-    ),
-    **dict.fromkeys(("request_key", "request_digest")),
-    "prompt_length": 0,
-}
-_NO_TEXTS: TurnRow = {"messages": "[]", "tools": None, "sampling": "{}", "response": "{}", "parent_turn_id": None}
 _COUNT = (
     "UPDATE sessions SET num_turns = num_turns + {value}, num_chains = num_chains + {value}, "
     "last_active_at = {latest}(last_active_at, {value}) WHERE session_pk = {value}"
@@ -328,13 +318,14 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     """
     locked = lock_sessions(conn, set(map(_session_of, batch)))
     states = {(session.tenant, session.session_id): _SessionState(session) for session in locked}
-    session_of_turn, open_chains, withheld = _stored_turns(conn, batch)
+    session_of_turn, open_chains, num_tokens = _stored_turns(conn, batch)
+    for change in extensions.before_append:
+        change(batch, {key: state.stored for key, state in states.items()}, num_tokens)
     stored_keys = _stored_keys(conn, batch, states)
     added: list[bool] = []
     for row in batch:
         state = states[_session_of(row)]
         session_pk = state.stored.session_pk
-        _withhold(row, withheld, is_recorded=bool(state.stored.record))
         if row.get("session_created_at", state.stored.created_at) != state.stored.created_at:
             raise NotFound(f"session {row['session_id']!r} was deleted during the call", param="session_id")
         turn_id, parent_id = row["turn_id"], row["parent_turn_id"]
@@ -359,16 +350,6 @@ def append_rows(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
         for extend in extensions.after_append:
             extend(conn, new_rows)
     return added
-
-
-def _withhold(row: TurnRow, withheld: set[str], *, is_recorded: bool) -> None:
-    """Remove what may not be stored of a turn; note one that is stored without tokens, for those that extend it."""
-    if not is_recorded:
-        without_tokens(row, NOT_RECORDED, with_texts=False)
-    elif row["parent_turn_id"] in withheld:
-        without_tokens(row, REDACTED)
-    if not row["prompt_length"] and not row["token_ids"]:
-        withheld.add(row["turn_id"])
 
 
 def _session_of(row: TurnRow) -> SessionKey:
@@ -399,29 +380,19 @@ class _SessionState:
         return self.num_new, self.num_new_chains, self.last_active_at, self.stored.session_pk
 
 
-def without_tokens(row: TurnRow, reason: str, *, with_texts: bool = True) -> TurnRow:
-    """Remove the tokens of a turn's row, and what tells of its text: nothing can be trained of it or extend it.
-
-    The digests of a text of which all but a telephone number is known would tell the number, and a retry would get the
-    reply as it is stored.
-    """
-    row |= _NO_TOKENS if with_texts else _NO_TOKENS | _NO_TEXTS
-    if row["outcome"] not in (Outcome.ABORTED.value, Outcome.ERROR.value):
-        row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": reason}
-    return row
-
-
-def _stored_turns(conn: sa.Connection, batch: Sequence[TurnRow]) -> tuple[dict[str, int], dict[str, str], set[str]]:
+def _stored_turns(
+    conn: sa.Connection, batch: Sequence[TurnRow]
+) -> tuple[dict[str, int], dict[str, str], dict[str, int]]:
     """Return the session of each turn and parent of the batch that is stored, and the chain of each without a child.
 
-    The last value has those that are stored without their tokens. The parents' sessions are locked.
+    The last value has the number of tokens of each. The parents' sessions are locked.
     """
     ids = {turn_id for row in batch for turn_id in (row["turn_id"], row["parent_turn_id"]) if turn_id is not None}
     columns = "turn_id", "session_pk", "chain_id", "prompt_length + length(token_ids)", _HAS_CHILD
     found = fetch_rows(conn, turns, columns, {"turn_id": list(ids)})
     open_chains = {turn_id: chain_id for turn_id, _, chain_id, _, has_child in found if not has_child}
-    withheld = {turn_id for turn_id, _, _, num_tokens, _ in found if not num_tokens}
-    return {turn_id: session_pk for turn_id, session_pk, *_ in found}, open_chains, withheld
+    num_tokens = {turn_id: number for turn_id, _, _, number, _ in found}
+    return {turn_id: session_pk for turn_id, session_pk, *_ in found}, open_chains, num_tokens
 
 
 def _stored_keys(

@@ -12,7 +12,7 @@ import torch
 from proxy.calls.capture import is_expanded
 from proxy.dialects.base import Captured
 from proxy.engines.vllm_forms import take_places
-from proxy.writer.process import redacted_document
+from proxy.features.consent.redaction import redacted_document
 from turnwise.engine_plugin.images import GivenIds, pixels_digest, placed, places_text
 
 FIRST, SECOND = [7, 9, 9, 8], [7, 9, 8]

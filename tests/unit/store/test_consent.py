@@ -7,11 +7,12 @@ import pytest
 from support.ledger_samples import add_finished, add_session, finish
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, forks, retention
-from turnwise.store import claims, consent, experiences, groups, selection, sessions
+from turnwise.features import archive, consent, forks, retention
+from turnwise.features.consent import ConsentMark, ConsentOf
+from turnwise.store import claims, experiences, groups, selection, sessions
 from turnwise.store.database import Database
 from turnwise.store.schema import sessions as table
-from turnwise.types import ConsentMark, ConsentOf, Session
+from turnwise.types import Session
 
 HOLDER = {"user": {"user_id": "kim"}, "key": {"key_id": "k1"}, "tenant": {}}
 

@@ -12,11 +12,11 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import advantages, arms, retention
+from turnwise.features import advantages, arms, consent, retention
+from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.page import overview
 from turnwise.store import (
     claims,
-    consent,
     experiences,
     groups,
     policies,
@@ -34,8 +34,6 @@ from turnwise.store.turns import append_turns
 from turnwise.types import (
     DEFAULT_POLICY,
     TRAINED_ROLES,
-    ConsentMark,
-    ConsentOf,
     Credit,
     PolicyKind,
     PolicyVersion,

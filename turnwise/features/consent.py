@@ -9,21 +9,56 @@ given later is not consent to what was said before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import TypeAlias
+import datetime
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
 from turnwise.store import groups
 from turnwise.store.conversations import newest_generation
 from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
+from turnwise.store.extensions import Extension, KeyName
 from turnwise.store.notices import forget_in_states
 from turnwise.store.rows import RowFormat, StoredRow
-from turnwise.store.schema import consent_marks, sessions
-from turnwise.store.selection import SessionFilter, is_session, session_row
-from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page
-from turnwise.types import ConsentMark, ConsentOf, Session, SessionKey
+from turnwise.store.schema import columns_of, metadata, sessions, turns
+from turnwise.store.schema import groups as groups_table
+from turnwise.store.selection import LockedSession, SessionFilter, is_session, session_row
+from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page, unindexed
+from turnwise.store.turns import TurnRow
+from turnwise.types import NOT_RECORDED, REDACTED, GroupStatus, Outcome, Session, SessionKey, utc_now
 
+
+class ConsentOf(enum.StrEnum):
+    """What can be marked as not to be trained, beside a session."""
+
+    USER = "user"
+    KEY = "key"
+    TENANT = "tenant"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConsentMark:
+    """The calls of an end user, a key or a tenant are not trained, as if each of its sessions had `train` false."""
+
+    tenant: str = "default"
+    kind: ConsentOf
+    name: str = ""
+    """The user's or the key's id; empty for the whole tenant."""
+    record: bool = True
+    """False: nothing of its calls is stored either."""
+    written_by: str | None = None
+    """The API key that wrote it; set by the proxy."""
+    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+
+
+consent_marks = sa.Table(
+    "consent_marks",
+    metadata,
+    *columns_of(ConsentMark),
+    sa.PrimaryKeyConstraint("tenant", "kind", "name"),
+)
 _MARKS = RowFormat(ConsentMark, consent_marks)
 _NAME = "tenant", "kind", "name"
 Restricted: TypeAlias = tuple[list[SessionKey], int]
@@ -159,10 +194,83 @@ def _mark(conn: sa.Connection, found: Sequence[StoredRow], *, record: bool) -> N
         is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in found])
     )
     conn.execute(changed.values(train=0, **({} if record else {"record": 0})))
-    groups.drop_untrainable(conn, {row.group_pk for row in found} - {None})
+    _drop_untrainable(conn, {row.group_pk for row in found} - {None})
     forget_in_states(conn, [(row.tenant, row.session_id) for row in found], [])
 
 
 def _is(mark: ConsentMark) -> list[sa.ColumnElement[bool]]:
     c = consent_marks.c
     return [c.tenant == mark.tenant, c.kind == mark.kind.value, c.name == mark.name]
+
+
+def _drop_untrainable(conn: sa.Connection, group_pks: Collection[int]) -> None:
+    """Drop the complete groups of these that no trainer holds, and in which no session is left to train."""
+    of_part = (turns.c.session_pk == sessions.c.session_pk, turns.c.policy_id == groups_table.c.policy_id)
+    sampled = sa.exists().where(*of_part).correlate(sessions, groups_table)
+    is_complete = groups_table.c.num_sessions >= groups_table.c.group_size
+    for key, is_due, is_own in (
+        (groups_table.c.group_pk, is_complete, sa.true()),
+        (groups_table.c.part_of, sa.true(), sampled),
+    ):
+        is_left = sa.exists().where(sessions.c.group_pk == key, sessions.c.train == 1, is_own)
+        wanted = sa.and_(
+            is_among(conn.dialect, key, group_pks),
+            unindexed(groups_table.c.status).in_([GroupStatus.OPEN.value, GroupStatus.READY.value]),  # most may be open
+            is_due,
+            ~is_left,
+        )
+        groups.drop(wanted, "no_consent", "dropped %d groups without a session that may be trained").make(conn)
+
+
+def _marks_of_keys(conn: sa.Connection, keys: Sequence[KeyName]) -> Mapping[KeyName, Mapping[str, Any]]:
+    """Return what marks say of keys, as fields of `turnwise.store.keys.Key`, without those that have none."""
+    tenants, names = ([*column] for column in zip(*keys, strict=True))
+    of = {"tenant": tenants, "kind": [ConsentOf.KEY.value] * len(names), "name": names}
+    found = fetch_rows(conn, consent_marks, ("tenant", "name", "record"), of)
+    return {(tenant, name): {"train": False, "record": bool(record)} for tenant, name, record in found}
+
+
+_NO_TOKENS: TurnRow = {
+    **dict.fromkeys(
+        ("prompt_delta", "token_ids", "logprobs", "history_digest", "messages_digest", "dialogue_digest", "parts"), b""
+    ),
+    **dict.fromkeys(("request_key", "request_digest")),
+    "prompt_length": 0,
+}
+_NO_TEXTS: TurnRow = {"messages": "[]", "tools": None, "sampling": "{}", "response": "{}", "parent_turn_id": None}
+
+
+def without_tokens(row: TurnRow, reason: str, *, with_texts: bool = True) -> TurnRow:
+    """Remove the tokens of a turn's row, and what tells of its text: nothing can be trained of it or extend it.
+
+    The digests of a text of which all but a telephone number is known would tell the number, and a retry would get the
+    reply as it is stored.
+    """
+    row |= _NO_TOKENS if with_texts else _NO_TOKENS | _NO_TEXTS
+    if row["outcome"] not in (Outcome.ABORTED.value, Outcome.ERROR.value):
+        row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": reason}
+    return row
+
+
+def _withhold(
+    batch: Sequence[TurnRow], locked: Mapping[SessionKey, LockedSession], num_tokens: Mapping[str, int]
+) -> None:
+    """Remove what may not be stored of turns: also of those that extend one which is stored without tokens."""
+    withheld = {turn_id for turn_id, number in num_tokens.items() if not number}
+    for row in batch:
+        if not locked[row["tenant"], row["session_id"]].record:
+            without_tokens(row, NOT_RECORDED, with_texts=False)
+        elif row["parent_turn_id"] in withheld:
+            without_tokens(row, REDACTED)
+        if not row["prompt_length"] and not row["token_ids"]:
+            withheld.add(row["turn_id"])
+
+
+EXTENSION = Extension(
+    before_append=_withhold,
+    tables_of_tenants=(consent_marks,),
+    opened=restricted,
+    after_change=restrict_changed,
+    after_copy=inherit,
+    of_keys=_marks_of_keys,
+)
