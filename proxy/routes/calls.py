@@ -130,6 +130,17 @@ class Endpoint(abc.ABC):
         except Exception as error:  # noqa: BLE001  the request's outermost edge: the client must get an answer
             await reply.fail(error, self._services)
 
+    async def _caller(self, headers: dict[bytes, bytes]) -> Principal:
+        """Return who calls a route that opens no session.
+
+        Raises:
+            Unauthorized: no valid key, or one whose session was deleted.
+        """
+        principal = await self._services.authenticator.authenticate(headers)
+        if principal.session_id is not None:
+            await self._services.sessions.cache.find_own(principal)
+        return principal
+
     @abc.abstractmethod
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None: ...
 

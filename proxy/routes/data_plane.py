@@ -100,7 +100,7 @@ class ModelsEndpoint(Endpoint):
         reply.dialect = dialect = registry.dialect_of_headers(headers, self._dialect)
         name = scope["path_params"].get("model")
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
-            principal = await services.authenticator.authenticate(dialect.normalise_headers(headers, query_of(scope)))
+            principal = await self._caller(dialect.normalise_headers(headers, query_of(scope)))
             if name is not None:
                 services.pool.find_policy(principal.tenant, name)  # which refuses a name that is not served
             answer = await services.pool.route(principal.key_id).ask("GET", "/v1/models")
@@ -119,7 +119,7 @@ class StoredReplyEndpoint(Endpoint):
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  it has no body
         params, headers = scope["path_params"], dict(scope["headers"])
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
-            principal = await self._services.authenticator.authenticate(headers)
+            principal = await self._caller(headers)
             principal.require("call")
             if (named := params.get("session_id")) is not None:
                 principal.require_session(named)
@@ -150,7 +150,7 @@ class Upstream(Endpoint):
         settings, headers = self._services.settings, dict(scope["headers"])
         upstream = self._services.upstream
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
-            principal = await self._services.authenticator.authenticate(headers)
+            principal = await self._caller(headers)
             principal.require("call")
             if upstream is None:
                 raise NotFound(

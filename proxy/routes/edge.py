@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
 from proxy.http.asgi import send_whole
+from proxy.http.connections import RefusedHead
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
 from turnwise.telemetry.logs import AccessLog, timestamp
@@ -44,6 +45,9 @@ class Edge:
         self._services = services
         self._origins = frozenset(settings.cors_origins)
         self._hosts = known_hosts(settings)
+        public = urlsplit(settings.public_url or "")
+        self._public = f"{public.scheme}://{public.netloc}"
+        """Origin of the pages of a server in front of the proxy, which may serve HTTPS."""
         path, endpoint = settings.access_log, settings.otlp_endpoint
         self._access_log = None if path is None else AccessLog(path, metrics.lost_access_log_lines.inc)
         self._tracer = None if endpoint is None else Tracer(endpoint, "turnwise-proxy", metrics.lost_spans.inc)
@@ -66,6 +70,13 @@ class Edge:
             if self._access_log is not None:
                 self._access_log.write(_line(scope, context, outgoing, time.perf_counter() - started))
 
+    def log_head(self, refused: RefusedHead) -> None:
+        """Write the line of a request that was refused by its head alone."""
+        if self._access_log is not None:
+            line = {"time": timestamp(time.time()), "request_id": refused.request_id, "trace_id": None}
+            line |= {"client": refused.client, "method": refused.method, "path": refused.path}
+            self._access_log.write(line | {"status": refused.status, "seconds": 0.0, "bytes": refused.num_bytes})
+
     def close(self) -> None:
         if self._access_log is not None:
             self._access_log.close()
@@ -80,7 +91,7 @@ class Edge:
             _check_query(scope["query_string"])
             if b"content-encoding" in read:
                 _check_encoding([value for name, value in scope["headers"] if name == b"content-encoding"])
-            receive = await self._check_caller(read, scope["method"], receive)
+            receive = await self._check_caller(read, scope, receive)
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
             self._services.metrics.refused.labels(problems.code_of(error)).inc()
@@ -89,7 +100,7 @@ class Edge:
             return
         await self._app(scope, receive, outgoing)
 
-    async def _check_caller(self, read: dict[bytes, bytes], method: str, receive: Receive) -> Receive:
+    async def _check_caller(self, read: dict[bytes, bytes], scope: Scope, receive: Receive) -> Receive:
         """Check a request to a proxy without keys; return the function by which the app receives its body."""
         if not await self._has_no_keys():
             return receive
@@ -102,13 +113,14 @@ class Edge:
                 code="unknown_host",
             )
         origin = read.get(b"origin", b"").decode("latin-1")
-        if origin and origin.partition("://")[2] != named and not self._origins & {origin, "*"}:
+        own = {f"{scope['scheme']}://{named}", self._public}
+        if origin and origin not in own and not self._origins & {origin, "*"}:
             raise Forbidden(
                 f"this proxy has no keys and answers no web page from {origin!r}; create a key with "
                 "`turnwise keys create`, or add the origin to --cors-origins",
                 code="foreign_origin",
             )
-        given = read.get(b"content-type", JSON_TYPE) if method in ("POST", "PUT") else JSON_TYPE
+        given = read.get(b"content-type", JSON_TYPE) if scope["method"] in ("POST", "PUT") else JSON_TYPE
         if given == JSON_TYPE:
             return receive
         kind = given.decode("latin-1").partition(";")[0].strip().lower()

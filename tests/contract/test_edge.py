@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import re
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -44,6 +45,10 @@ def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(pr
         (chat(proxy, host="evil.example"), 403, "unknown_host"),
         (chat(proxy, origin="https://evil.example"), 403, "foreign_origin"),
         (chat(proxy, origin="null"), 403, "foreign_origin"),
+        (chat(proxy, origin=f"https://127.0.0.1:{port}"), 403, "foreign_origin"),
+        (chat(proxy, origin=f"ftp://127.0.0.1:{port}"), 403, "foreign_origin"),
+        (chat(proxy, origin=f"://127.0.0.1:{port}"), 403, "foreign_origin"),
+        (chat(proxy, origin=f"http://127.0.0.1:{port}/"), 403, "foreign_origin"),
         (chat(proxy, **{"content-type": "text/plain"}), 415, "unsupported_media_type"),
         (chat(proxy, **{"content-type": "application/x-www-form-urlencoded"}), 415, "unsupported_media_type"),
         (httpx2.get(f"{proxy.v1}/sessions", headers={"host": "evil.example"}), 403, "unknown_host"),
@@ -125,6 +130,38 @@ def test_request_ids_and_traces_are_taken_from_the_caller_passed_to_the_engine_a
     assert "secret" not in access.read_text()
     records = [json.loads(line) for line in proxy.log.read_text().splitlines()]
     assert {"time", "level", "logger", "message"} <= records[0].keys()
+
+
+def test_a_page_of_the_public_url_may_call_a_proxy_without_keys(fake_engine, start_proxy):
+    """A server in front of the proxy ends TLS; the proxy itself is called by http."""
+    proxy = start_proxy(fake_engine.url, "--public-url", "https://front.example/turnwise")
+    assert chat(proxy, host="front.example", origin="https://front.example").status_code == 200
+    assert chat(proxy, host="front.example", origin="https://other.example").status_code == 403
+
+
+def test_a_request_that_is_refused_by_its_head_is_in_the_access_log(fake_engine, start_proxy, tmp_path):
+    access = tmp_path / "access.jsonl"
+    proxy = start_proxy(fake_engine.url, "--access-log", str(access), "--header-timeout-seconds", "1")
+    heads = [
+        (b"GET /old?key=secret HTTP/1.0\r\nhost: a\r\n\r\n", ("GET", "/old", 505)),
+        (b"POST /no-host HTTP/1.1\r\n\r\n", ("POST", "/no-host", 400)),
+        (b"POST /coded HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", ("POST", "/coded", 501)),
+        (b"GET /long HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70_000 + b"\r\n\r\n", ("GET", "/long", 431)),
+        (b"\x16\x03\x01\r\n", (None, None, 400)),
+        (b"PUT /half HTTP/1.1\r\nhost: a\r\nx-ha", ("PUT", "/half", 408)),
+    ]
+    for sent, _ in heads:
+        with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=120) as peer:
+            peer.sendall(sent)
+            answered = b""
+            while data := peer.recv(65536):
+                answered += data
+            request_id = re.search(rb"x-request-id: (\S+)", answered)[1].decode()
+        wait_until(lambda name=request_id: name in access.read_text(), "its line is written")
+    lines = [json.loads(line) for line in access.read_text().splitlines() if '"/readyz"' not in line]
+    assert [(line["method"], line["path"], line["status"]) for line in lines] == [expected for _, expected in heads]
+    assert {line["client"] for line in lines} == {"127.0.0.1"}
+    assert "secret" not in access.read_text()
 
 
 def test_without_cors_origins_no_reply_permits_a_page(proxy):

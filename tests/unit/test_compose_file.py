@@ -253,6 +253,15 @@ def test_the_build_context_is_an_allow_list():
     assert named == {name for line in copied for name in line.split()}, "what is copied, and nothing else"
 
 
+def test_the_image_installs_the_versions_that_are_known_to_work_together():
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    installs = re.findall(r"pip install (.+)", text)
+    assert installs
+    assert all(each.startswith(("--constraint constraints.txt ", "--no-deps ")) for each in installs)
+    (torch,) = re.findall(r"^ARG TORCH=(\S+)$", text, flags=re.MULTILINE)
+    assert torch in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+
 def _mode(file: Path) -> int:
     return file.stat().st_mode & 0o777
 

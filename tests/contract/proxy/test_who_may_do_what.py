@@ -200,6 +200,10 @@ def test_the_key_of_a_deleted_session_neither_brings_it_back_nor_works_in_one_of
             for path, body in asked:
                 refused = world.ask("POST", path, own, body)
                 assert (refused.status_code, "which was deleted" in refused.text) == (401, True), (path, refused.text)
+            for path in ("/v1/models", "/v1/models/fake", "/v1beta/models", "/v1/responses/resp_x"):
+                refused = world.ask("GET", path, own)
+                assert (refused.status_code, "which was deleted" in refused.text) == (401, True), (path, refused.text)
+            assert world.ask("POST", "/v1/embeddings", own, {}).status_code == 401
             listed = world.ask("GET", "/v1/sessions/mine-own", admin)
             assert listed.status_code == 404 or listed.json()["num_turns"] == 0
             world.ask("POST", "/v1/sessions", admin, {"session_id": "mine-own"})
