@@ -73,7 +73,6 @@ ACTION_OF_ROUTE = {
     "POST /v1/policies": "publish",
     "POST /v1/policies/{version}/activate": "activate",
     "POST /v1/policies/{policy}/archive": "activate",
-    "GET /v1/updates": "read",
     "GET /v1/doctor": "examine",
     "GET /v1/keys": "keys",
     "POST /v1/keys": "keys",

@@ -153,8 +153,6 @@ NOT_RECORDED = "not_recorded"
 """Reason of an untrainable turn of a session with `record` false: it has neither texts nor tokens."""
 REDACTED = "redacted"
 """Reason of an untrainable turn that is stored without tokens, because its text or an ancestor's was redacted."""
-FEEDBACK = "feedback"
-"""What ends the sessions that a demonstration is trained in."""
 MAX_REWARD = 1e6
 """Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
 TOOL_GRAMMAR = "tool_grammar"
@@ -369,42 +367,6 @@ class Reward:
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     digest: bytes | None = None
     """Digest of the stored line; set by the store. None before."""
-
-
-class FeedbackKind(enum.StrEnum):
-    """Kinds of feedback, with the names that TensorZero gave them."""
-
-    BOOLEAN = "boolean"
-    """A thumb: true is up."""
-    FLOAT = "float"
-    """A number, or a rating on a scale."""
-    COMMENT = "comment"
-    """Text."""
-    DEMONSTRATION = "demonstration"
-    """A better reply: the turn's own as a person edited it, or the turn's own where it was chosen among several."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Feedback:
-    """What a person said about a session or a turn. A later one of the same target, kind and name replaces it."""
-
-    session_id: str
-    tenant: str = "default"
-    turn_id: str = ""
-    """The turn that it is about; empty for the whole session."""
-    kind: FeedbackKind
-    name: str = "feedback"
-    """For thumbs and ratings the name of the reward; it also separates the feedback of several people."""
-    content: Json
-    """`value`, and where they were given `scale`, the lowest and the highest rating, and `over`, the turns that a
-    demonstration was preferred to."""
-    group_id: str | None = None
-    """The group that a demonstration is trained in by SFT and DPO; None for other kinds."""
-    source: str | None = None
-    """Where it comes from, such as the name of an application; free text."""
-    written_by: str | None = None
-    """The API key that wrote it; set by the proxy."""
-    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

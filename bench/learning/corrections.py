@@ -36,9 +36,10 @@ from turnwise.exchange.imports.formats import FORMATS
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.exchange.imports.writer import ImportRule, import_files
 from turnwise.features import feedback
+from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.store import claims, turns
 from turnwise.store.serving import serving_state
-from turnwise.types import Feedback, FeedbackKind, Json, Reward, Split
+from turnwise.types import Json, Reward, Split
 
 NUM_EVAL = 256
 EVALUATE_EVERY = 4

@@ -36,7 +36,6 @@ from turnwise.types import (
     Session,
     TokenIds,
     Turn,
-    UpdateRecord,
 )
 
 
@@ -221,24 +220,12 @@ ActivationAnswer = _create(
         "pinned_version": field(int | None, "The version that stays served whatever is published; or null."),
     },
 )
-UpdateAnswer = answer_model(
-    "UpdateAnswer",
-    UpdateRecord,
-    "What the trainer did with one batch.",
-    policy=field(str | None, "The name of the policy that it trained."),
-    groups=field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
-    sessions=field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
-    **columns("update"),
-)
-
-
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
 ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(
     "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
 )
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
-UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
 PolicyPage = page_model(
     "PolicyPage",
     ListedVersion,

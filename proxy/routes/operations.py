@@ -1,4 +1,4 @@
-"""Routes for operators: liveness, readiness, budgets, updates, metrics, and the doctor."""
+"""Routes for operators: liveness, readiness, metrics, and the doctor."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from proxy.auth import ACTION_OF_ROUTE
@@ -23,8 +22,6 @@ from proxy.routes.control import (
     describe_answer,
     is_operator,
     page,
-    record_json,
-    with_columns,
 )
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
@@ -149,29 +146,6 @@ async def _read_store(
     except StoreError as error:
         return str(error), [], set()
     return None, trainers, shown
-
-
-@control.get("/updates", responses=describe_answer("UpdatePage"))
-async def list_updates(
-    services: Here,
-    principal: Caller,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
-) -> Response:
-    """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
-    found, more = await services.database.fetch(updates.list_update_views, principal.tenant, limit=limit, after=after)
-    names = services.pool.policy_names
-    rows = [
-        {
-            **record_json(each.update),
-            "policy": names.get(each.update.policy_id),
-            "groups": each.groups,
-            "sessions": each.sessions,
-        }
-        for each in found
-    ]
-    ids = [each.update.update_id for each in found]
-    return page(await with_columns(rows, "update", ids, services, principal.tenant), has_more=more)
 
 
 @control.get("/doctor", responses=describe_answer("DoctorAnswer"))

@@ -19,9 +19,11 @@ from turnwise.errors import Conflict
 from turnwise.features import archive, arms, consent, feedback, forks, images, labels, limits, records, retention
 from turnwise.features.advantages import with_advantages
 from turnwise.features.consent import ConsentMark, ConsentOf
+from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.labels import Label
 from turnwise.features.page import activity, overview, search
+from turnwise.features.page import updates as page_updates
 from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
@@ -48,8 +50,6 @@ from turnwise.store.notices import TrainerStatus
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
     DEFAULT_POLICY,
-    Feedback,
-    FeedbackKind,
     Outcome,
     PolicyKind,
     PolicyVersion,
@@ -404,10 +404,10 @@ OF_ALL: dict[str, Ask] = {
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),
     "the regression set": lambda c: experiences.regression_set(c, 4, ["golden"], roles=set(Role)),
-    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), updates.judged_sessions(c, "t", 2)),
-    "updates": lambda c: updates.list_update_views(c, "t"),
+    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), page_updates.judged_sessions(c, "t", 2)),
+    "updates": lambda c: page_updates.list_update_views(c, "t"),
     "later updates": lambda c: (
-        updates.list_update_views(c, "t", after=9),
+        page_updates.list_update_views(c, "t", after=9),
         updates.list_updates(c, after=9, tenant="t"),
         updates.updates_after(c, 9),
     ),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, make_turn, update_record
 
-from turnwise.features import labels
+from turnwise.features import feedback, labels
 from turnwise.features.labels import Label
 from turnwise.store import claims, keys, rows, schema, sessions, turns
 from turnwise.store.database import Database
@@ -99,7 +99,7 @@ def fill_more(database: Database, num_groups: int, tenants: Sequence[str] = OTHE
             schema.sessions,
             schema.turns,
             schema.rewards,
-            schema.feedback,
+            feedback.feedback,
             schema.trained_sessions,
             labels.session_labels,
             schema.idempotency,
@@ -147,7 +147,7 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
         yield schema.turns, rows.turn_row(turn, pk)
     yield schema.rewards, rows.reward_row(Reward(session_id="", value=1.0), pk)
     content = {"turn_id": "", "kind": "boolean", "name": "feedback", "content": "{}", "created_at": 0}
-    yield schema.feedback, {"session_pk": pk, "group_id": None, "source": None, "written_by": None, **content}
+    yield feedback.feedback, {"session_pk": pk, "group_id": None, "source": None, "written_by": None, **content}
     trained_in = {"session_pk": pk, "update_id": 1, "policy_version": 1, "advantages": "{}"}
     yield schema.trained_sessions, trained_in
     yield labels.session_labels, labels.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)

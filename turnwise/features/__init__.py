@@ -11,6 +11,7 @@ from turnwise.store import extensions
 EXTENSIONS: tuple[extensions.Extension, ...] = (
     consent.EXTENSION,
     arms.EXTENSION,
+    feedback.EXTENSION,
     images.EXTENSION,
     labels.EXTENSION,
     limits.EXTENSION,

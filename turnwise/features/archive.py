@@ -16,7 +16,6 @@ from turnwise.store.groups import is_group
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import (
     DELETED,
-    feedback,
     groups,
     rewards,
     session_copies,
@@ -29,7 +28,7 @@ from turnwise.types import Session, SessionStatus
 
 Row = Mapping[str, Any]
 
-OWN_TABLES = (turns, rewards, feedback, trained_sessions, session_copies)
+OWN_TABLES = (turns, rewards, trained_sessions, session_copies)
 ROWS_AT_ONCE = 256
 
 

@@ -8,6 +8,8 @@ So SFT imitates the better reply and DPO trains the pair, and reinforcement lear
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import enum
 import json
 import uuid
 from collections import defaultdict
@@ -23,21 +25,70 @@ from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
 from turnwise.features import forks, retention
 from turnwise.parts import Part, prompt_parts
 from turnwise.store import rows
+from turnwise.store.extensions import Extension
 from turnwise.store.rewards import add_rewards, claim_key
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import feedback, session_copies, sessions
+from turnwise.store.schema import columns_of, metadata, session_copies, sessions
 from turnwise.store.selection import SessionFilter, lock_sessions, session_row, sessions_of_turns
 from turnwise.store.sessions import create_sessions, end_session
 from turnwise.store.statements import insert_rows, is_among
 from turnwise.store.turns import append_turns
-from turnwise.types import FEEDBACK, IMPORT, Feedback, FeedbackKind, Json, Outcome, Reward, Session, TokenIds, Turn
+from turnwise.types import IMPORT, Json, Outcome, Reward, Session, TokenIds, Turn, utc_now
 
 MAX_FEEDBACK = 1000
 MAX_COPIES = 1000
 """Most sessions that are made from the demonstrations of one session."""
-RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
+FEEDBACK = "feedback"
+"""What ends the sessions that a demonstration is trained in."""
 CORRECTION = "correction"
 HINTS = "hints"
+
+
+class FeedbackKind(enum.StrEnum):
+    """Kinds of feedback, with the names that TensorZero gave them."""
+
+    BOOLEAN = "boolean"
+    """A thumb: true is up."""
+    FLOAT = "float"
+    """A number, or a rating on a scale."""
+    COMMENT = "comment"
+    """Text."""
+    DEMONSTRATION = "demonstration"
+    """A better reply: the turn's own as a person edited it, or the turn's own where it was chosen among several."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """What a person said about a session or a turn. A later one of the same target, kind and name replaces it."""
+
+    session_id: str
+    tenant: str = "default"
+    turn_id: str = ""
+    """The turn that it is about; empty for the whole session."""
+    kind: FeedbackKind
+    name: str = "feedback"
+    """For thumbs and ratings the name of the reward; it also separates the feedback of several people."""
+    content: Json
+    """`value`, and where they were given `scale`, the lowest and the highest rating, and `over`, the turns that a
+    demonstration was preferred to."""
+    group_id: str | None = None
+    """The group that a demonstration is trained in by SFT and DPO; None for other kinds."""
+    source: str | None = None
+    """Where it comes from, such as the name of an application; free text."""
+    written_by: str | None = None
+    """The API key that wrote it; set by the proxy."""
+    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+
+
+RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
+feedback = sa.Table(
+    "feedback",
+    metadata,
+    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
+    *columns_of(Feedback, omit=frozenset({"session_id", "tenant"})),
+    sa.PrimaryKeyConstraint("session_pk", "turn_id", "kind", "name"),
+)
+_ROWS = rows.RowFormat(Feedback, feedback, joined=("session_id", "tenant"), free_text=("source",))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +182,7 @@ def add(
         given = dataclasses.replace(given, group_id=earlier.group_id)
     conn.execute(sa.delete(feedback).where(_is_same(given, session_pk)))
     _check_number(conn, given, session_pk)
-    insert_rows(conn, feedback, [rows.FEEDBACK.row(given, session_pk=session_pk)])
+    insert_rows(conn, feedback, [_ROWS.row(given, session_pk=session_pk)])
     if reward is not None:
         line = Reward(
             session_id=given.session_id,
@@ -158,7 +209,7 @@ _WITH_SESSION = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).jo
 def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedback]:
     session_pk = session_row(conn, tenant, session_id).session_pk
     own = _WITH_SESSION.where(feedback.c.session_pk == session_pk).order_by(feedback.c.created_at)
-    return [rows.FEEDBACK.record(row) for row in conn.execute(own)]
+    return [_ROWS.record(row) for row in conn.execute(own)]
 
 
 def _is_same(given: Feedback, session_pk: int) -> sa.ColumnElement[bool]:
@@ -168,7 +219,7 @@ def _is_same(given: Feedback, session_pk: int) -> sa.ColumnElement[bool]:
 
 def _earlier(conn: sa.Connection, given: Feedback, session_pk: int) -> Feedback | None:
     row = conn.execute(_WITH_SESSION.where(_is_same(given, session_pk))).one_or_none()
-    return None if row is None else rows.FEEDBACK.record(row)
+    return None if row is None else _ROWS.record(row)
 
 
 def _check_number(conn: sa.Connection, given: Feedback, session_pk: int) -> None:
@@ -237,3 +288,6 @@ def hints_of(experience: Experience) -> Mapping[str, Json]:
     """Return what people corrected in the turns that a chain trains, by their ids."""
     found: Mapping[str, Json] = experience.parts.get(HINTS, {})
     return found
+
+
+EXTENSION = Extension(tables_of_sessions=(feedback,))

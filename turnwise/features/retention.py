@@ -26,7 +26,6 @@ from turnwise.store.schema import (
     DELETED,
     NO_TENANT,
     api_keys,
-    feedback,
     groups,
     idempotency,
     policy_versions,
@@ -248,7 +247,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         .distinct()
     ).scalars()
     trained_on = tuple(sorted(versions))
-    for table in (session_copies, feedback, trained_sessions, *extensions.tables_of_sessions):
+    for table in (session_copies, trained_sessions, *extensions.tables_of_sessions):
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
     for forget in extensions.after_deletion:
         forget(conn, pks)

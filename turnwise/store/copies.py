@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import session_copies, sessions
 from turnwise.store.statements import is_among
-from turnwise.types import FEEDBACK
+from turnwise.types import FORKED
 
 SESSIONS_AT_ONCE = 100
 
@@ -27,7 +27,7 @@ def _copies_of(
         sa.tuple_(c.tenant, c.source_id).in_(names),
     )
     if not with_forks:
-        copies = copies.where(c.made_by == FEEDBACK)
+        copies = copies.where(c.made_by != FORKED)
     holding = sa.select(sessions).where(sessions.c.session_pk.in_(copies), *wanted)
     return conn.execute(holding.limit(SESSIONS_AT_ONCE).with_for_update()).all()
 

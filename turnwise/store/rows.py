@@ -29,9 +29,8 @@ import orjson
 import sqlalchemy as sa
 
 from turnwise.parts import digested_parts, pack_parts, unpack_parts
-from turnwise.store.schema import feedback, policies, policy_versions, rewards, sessions, turns, updates
+from turnwise.store.schema import policies, policy_versions, rewards, sessions, turns, updates
 from turnwise.types import (
-    Feedback,
     Logprobs,
     Parts,
     Policy,
@@ -193,7 +192,6 @@ TURNS = RowFormat(
 )
 """A row also has its session's `session_id` and `tenant`; `finish_turn` ends it."""
 REWARDS = RowFormat(Reward, rewards, joined=("session_id", "tenant"))
-FEEDBACK = RowFormat(Feedback, feedback, joined=("session_id", "tenant"), free_text=("source",))
 POLICIES = RowFormat(Policy, policies)
 VERSIONS = RowFormat(PolicyVersion, policy_versions)
 UPDATES = RowFormat(UpdateRecord, updates)

@@ -19,7 +19,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.types import (
-    Feedback,
     Logprobs,
     Parts,
     Policy,
@@ -161,14 +160,6 @@ rewards = sa.Table(
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
     *columns_of(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
     index("ix_rewards_session", "session_pk"),
-)
-
-feedback = sa.Table(
-    "feedback",
-    metadata,
-    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
-    *columns_of(Feedback, omit=frozenset({"session_id", "tenant"})),
-    sa.PrimaryKeyConstraint("session_pk", "turn_id", "kind", "name"),
 )
 
 idempotency = sa.Table(

@@ -26,6 +26,7 @@ from proxy.routes.control import (
     answer,
     describe_answer,
     page,
+    record_json,
     sessions_json,
     with_columns,
 )
@@ -33,11 +34,11 @@ from proxy.routes.declared import Routes
 from proxy.routes.sessions import session_filter
 from proxy.services import Services
 from turnwise.errors import ClientError, StoreError
-from turnwise.features.page import overview, search
+from turnwise.features.page import overview, search, updates
 from turnwise.json_text import dumps
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Outcome
+from turnwise.types import Outcome, UpdateRecord
 
 if TYPE_CHECKING:
     from proxy.routes.models import Answer
@@ -106,6 +107,29 @@ async def counts(services: Here, principal: Caller) -> Response:
     return answer({**dataclasses.asdict(counted.counts), "counted_at": counted.counted_at})
 
 
+@router.get("/updates", responses=describe_answer("UpdatePage"), tags=["operations"])
+async def list_updates(
+    services: Here,
+    principal: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+) -> Response:
+    """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
+    found, more = await services.database.fetch(updates.list_update_views, principal.tenant, limit=limit, after=after)
+    names = services.pool.policy_names
+    rows = [
+        {
+            **record_json(each.update),
+            "policy": names.get(each.update.policy_id),
+            "groups": each.groups,
+            "sessions": each.sessions,
+        }
+        for each in found
+    ]
+    ids = [each.update.update_id for each in found]
+    return page(await with_columns(rows, "update", ids, services, principal.tenant), has_more=more)
+
+
 @router.get("/updates/summaries", responses=describe_answer("UpdateSummaries"), tags=["operations"])
 async def summarise_updates(
     services: Here,
@@ -172,6 +196,15 @@ def _answers() -> Iterable[type[Answer]]:
         doc="One run of an agent in a list.",
         summary=field(model_of(Summary) | None, "What was said in it, with `summary=true`.", default=None),
     )
+    viewed = answer_model(
+        "UpdateAnswer",
+        UpdateRecord,
+        "What the trainer did with one batch.",
+        policy=field(str | None, "The name of the policy that it trained."),
+        groups=field(list[updates.UpdateGroup], "This tenant's groups in it, the dropped ones included."),
+        sessions=field(list[updates.TrainedSession], "This tenant's sessions that it trained."),
+        **columns("update"),
+    )
     update = answer_model("ListedUpdate", UpdateSummary, **columns("update"))
     return (
         listed,
@@ -192,6 +225,8 @@ def _answers() -> Iterable[type[Answer]]:
                 "and groups that is up to one second ago for every 10,000 of them.",
             ),
         ),
+        viewed,
+        page_model("UpdatePage", viewed, "Some updates."),
         update,
         page_model("UpdateSummaries", update, "Some updates in a few numbers."),
         answer_model("TokensAnswer", turns.TurnTokens),
@@ -209,6 +244,7 @@ ROUTES = Routes(
         "GET /v1/images/{digest}": "read",
         "GET /v1/counts": "read",
         "GET /v1/events": "read",
+        "GET /v1/updates": "read",
         "GET /v1/updates/summaries": "read",
     },
     answers=_answers,

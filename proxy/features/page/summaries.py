@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from turnwise.features.page import activity, search
-from turnwise.store import updates
+from turnwise.features.page import activity, search, updates
 from turnwise.store.database import Connection
+from turnwise.store.updates import list_updates
 from turnwise.types import GroupStatus, Json, Session, UpdateRecord
 
 MAX_CHARACTERS = 300
@@ -103,7 +103,7 @@ class UpdateSummary:
 
 
 def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
-    newest, _ = updates.list_updates(conn, limit=limit, tenant=tenant)
+    newest, _ = list_updates(conn, limit=limit, tenant=tenant)
     judged = {update.update_id: updates.judged_sessions(conn, tenant, update.update_id) for update in newest}
     sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]

@@ -24,6 +24,7 @@ from support.trainer_ledger import Rollouts, new_policy, write_settings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.features.page import overview
+from turnwise.features.page import updates as page_updates
 from turnwise.store import serving, updates, versions
 from turnwise.types import DEFAULT_POLICY, PolicyStatus
 
@@ -140,7 +141,7 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
     db = new_database(killed / "ledger.db")
     with db.read() as conn:
         assert overview.count_rows(conn).groups == {"trained": 6 * run.num_policies}
-        views, _ = updates.list_update_views(conn, "default")
+        views, _ = page_updates.list_update_views(conn, "default")
         published = versions.list_versions(conn)[0]
     db.close()
     assert [view.update.update_id for view in views] == list(range(2 * run.num_policies, 0, -1))
@@ -181,7 +182,7 @@ def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_unde
     with db.read() as conn:
         newest = Path(serving.serving_state(conn).newest.path)
         assert overview.count_rows(conn).groups == {"trained": 12}
-        views, _ = updates.list_update_views(conn, "default")
+        views, _ = page_updates.list_update_views(conn, "default")
     db.close()
     assert [view.update.update_id for view in views] == [4, 3, 2, 1]
     assert len({session.session_id for view in views for session in view.sessions}) == 48

@@ -25,6 +25,7 @@ from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.features import retention
+from turnwise.features.page import updates as page_updates
 from turnwise.store import claims, experiences, groups, notices, schema, updates
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
@@ -80,7 +81,7 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
     workflow = workflow_for(tmp_path, model)
     _, state = workflow.step(workflow.setup(0))
     with ledger.read() as conn:
-        (shown,), _ = updates.list_update_views(conn, "default")
+        (shown,), _ = page_updates.list_update_views(conn, "default")
         (batch,) = summarise_updates(conn, "default")
         claimed = conn.execute(schema.groups.select()).all()
         kept = notices.kept_state(conn, 0)

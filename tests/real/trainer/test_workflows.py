@@ -23,6 +23,7 @@ from trainer.model import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.features.page import updates as page_updates
 from turnwise.store import serving, updates
 from turnwise.store.notices import trainer_statuses
 from turnwise.store.schema import groups, turns
@@ -59,7 +60,7 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     with ledger.read() as conn:
         published, _ = list_versions(conn)
         record = updates.last_update(conn)
-        (newest, _), _ = updates.list_update_views(conn, "default")
+        (newest, _), _ = page_updates.list_update_views(conn, "default")
     assert [policy.version for policy in published] == [2, 1, 0]
     assert published[-1].path == str(model)
     assert published[0].path == str(tmp_path / "policies" / "v000002")
@@ -108,7 +109,7 @@ def test_a_trainer_whose_leases_ran_out_claims_other_groups_and_records_those_th
     workflow.close()
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as connection:
-        views, _ = updates.list_update_views(connection, "default")
+        views, _ = page_updates.list_update_views(connection, "default")
     assert [{session.group_id for session in view.sessions} for view in views] == [
         {"a-3", "a-4", "a-5"},
         {"a-0", "a-1", "a-2"},
@@ -225,7 +226,7 @@ def test_a_turn_without_loss_in_a_trained_group_is_counted_by_its_reason_and_not
     assert state.metrics["trained_share"] == pytest.approx(88 / 144)
     assert state.metrics["tokens"] == 88
     with ledger.read() as connection:
-        views, _ = updates.list_update_views(connection, "default")
+        views, _ = page_updates.list_update_views(connection, "default")
     recorded = {turn_id for session in views[0].sessions for turn_id in session.advantages}
     sampled = {f"a-{group}-{run}-t{n}" for group in range(3) for run in range(4) for n in range(2)}
     assert recorded == sampled - set(changed)

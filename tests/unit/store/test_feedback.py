@@ -11,12 +11,13 @@ from support.store_fill import acknowledge
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.features import feedback, labels, retention
+from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.features.labels import Label
 from turnwise.features.records import session_records
 from turnwise.store import claims, experiences, schema, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Feedback, FeedbackKind, Session, Split
+from turnwise.types import Session, Split
 
 
 def test_a_session_has_a_limited_number_of_feedback(database, monkeypatch):

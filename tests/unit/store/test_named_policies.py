@@ -15,6 +15,7 @@ from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.features import advantages, arms, consent, retention
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.page import overview
+from turnwise.features.page import updates as page_updates
 from turnwise.store import (
     claims,
     experiences,
@@ -216,7 +217,7 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(databa
         assert [(each.name, each.num_sampled) for each in of_policies] == [("support", 10)]  # five turns of both
         rewards.add_rewards(conn, [Reward(session_id="s1", value=0.0)], retrain=True)
         assert [claims.num_claimable(conn, policy_id=each)[0] for each in two] == [1, 1]
-        in_updates = updates.groups_of(conn, "default", [1, 2])
+        in_updates = page_updates.groups_of(conn, "default", [1, 2])
         assert {number: [one.group_id for one in found] for number, found in in_updates.items()} == {1: ["g"], 2: ["g"]}
     with database.write() as conn:
         retention.delete_sessions(conn, SessionFilter(tenant="default"))
@@ -323,7 +324,7 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(datab
     with database.read() as conn:
         for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):
             assert [each.update_id for each in updates.list_updates(conn, tenant=tenant)[0]] == shown
-            assert [each.update.update_id for each in updates.list_update_views(conn, tenant)[0]] == shown
+            assert [each.update.update_id for each in page_updates.list_update_views(conn, tenant)[0]] == shown
             assert [each.update_id for each in summarise_updates(conn, tenant)] == shown[::-1]
             state = overview.read_state(conn, tenant)
             assert [number for kind, number in state if kind == "policy"] == shown[::-1]

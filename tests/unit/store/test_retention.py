@@ -9,12 +9,13 @@ from support.ledger_samples import add_finished, add_session, finish, update_rec
 
 from turnwise.errors import NotFound, SettingsError, StoreUnavailable
 from turnwise.features import forks, retention
+from turnwise.features.feedback import FEEDBACK
 from turnwise.features.page import overview
 from turnwise.features.records import count_sessions
 from turnwise.store import claims, keys, rewards, schema, selection, sessions, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
-from turnwise.types import FEEDBACK, IMPORT, Reward, Session, Split, utc_now
+from turnwise.types import IMPORT, Reward, Session, Split, utc_now
 
 HOUR = datetime.timedelta(hours=1)
 

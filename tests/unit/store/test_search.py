@@ -10,8 +10,9 @@ from support.migrated import migrated
 from support.private_postgres import PrivatePostgres
 
 from turnwise.features.page import search
+from turnwise.features.page import updates as page_updates
 from turnwise.features.page.search import Contents, search_sessions
-from turnwise.store import claims, rewards, sessions, turns, updates, versions
+from turnwise.store import claims, rewards, sessions, turns, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn
@@ -138,7 +139,7 @@ def _turns(*, whole: bool) -> Page:
 
 
 def _updates(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
-    found, has_more = updates.list_update_views(conn, "default", limit=9, after=after, max_bytes=max_bytes)
+    found, has_more = page_updates.list_update_views(conn, "default", limit=9, after=after, max_bytes=max_bytes)
     ids = [each.update.update_id for each in found]
     return ids, ids[-1] if has_more else None
 

@@ -12,13 +12,14 @@ from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
 from turnwise.features.advantages import with_advantages
 from turnwise.features.page import overview
+from turnwise.features.page.updates import TrainedSession, UpdateGroup, list_update_views
 from turnwise.features.records import session_records
 from turnwise.store import claims, experiences, policies, rewards, serving, sessions, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN
 from turnwise.store.notices import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
 from turnwise.store.selection import SessionFilter
-from turnwise.store.updates import TrainedSession, UpdateGroup, last_updates, list_update_views
+from turnwise.store.updates import last_updates
 from turnwise.types import Credit, GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 
 KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-1-t1": -0.5}}
