@@ -24,6 +24,7 @@ TEMPLATE_FIELDS = ("chat_template", "documents")
 ENDED = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of a reply that the model itself has ended."""
 SAMPLED_ENDS = ENDED | {"length"}
+SYSTEM_ROLES = ("system", "developer")
 NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "model", "stream", "stream_options"})
 
 

@@ -1,14 +1,15 @@
 """A chat reply as thinking, text and tool calls, and which call was cut off, for formats whose replies are lists.
 
 The engine streams fields of one message, and may interleave the parts of several calls. The assembler here puts them
-together; the event formats are in the dialects. A call whose arguments were not sampled to the end is cut: no client
-may run it.
+together; the event formats are in the dialects. A call whose reply was cut off in its arguments is cut: no client may
+run it. A call of a whole reply whose arguments no client could read is shown as the text that it was sampled as.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -37,11 +38,27 @@ class Block:
     pieces: list[str] = dataclasses.field(default_factory=list)
 
     def is_cut_call(self, finish_reason: str | None) -> bool:
-        if self.kind != "tool":
-            return False
-        if not self.name:
-            return True
-        return json_object(self.text) is None if self.text else finish_reason not in ENDED
+        return self.kind == "tool" and finish_reason not in ENDED and not (self.name and is_object(self.text))
+
+    def shown(self) -> Block:
+        """Return the block as a format of objects shows it: a call that no client could read is text."""
+        if self.kind != "tool" or (self.name and (not self.text.strip() or is_object(self.text))):
+            return self
+        return dataclasses.replace(self, kind="text", text=f"{self.name}({self.text})")
+
+
+def is_object(text: str) -> bool:
+    """Return whether Python and JavaScript read a text as a JSON object; both read half of a surrogate pair."""
+    if json_object(text) is not None:
+        return True
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def blocks_of(message: Json | None) -> Iterator[Block]:

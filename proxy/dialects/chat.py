@@ -6,6 +6,7 @@ A text completion has no conversation, so every choice of it starts a new chain.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from proxy.dialects.base import (
     MAX_MESSAGES,
     MESSAGES,
     STREAM,
+    SYSTEM_ROLES,
     Action,
     Call,
     Dialect,
@@ -26,6 +28,8 @@ from turnwise.types import Json, Turn
 
 MAX_CHOICES = 128
 """Largest `n` of one call."""
+BILLING = "x-anthropic-billing-header:"
+_BILLING_LINE = re.compile(rf"^[ \t]*{BILLING}.*\n?", re.MULTILINE)
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
 
 
@@ -66,6 +70,9 @@ class ChatCompletions(Dialect):
                 f"`messages` has {len(messages)} entries; at most {MAX_MESSAGES} are served.", param="messages"
             )
         check_kinds(body, {"tools": list, "chat_template_kwargs": dict, "metadata": dict, "model": str})
+        if any(map(_is_billed, messages)):
+            messages = [kept for each in messages if (kept := without_billing(each)) is not None]
+            body = {**body, "messages": messages}
         hides_thinking = body.get("include_reasoning") is False
         return Call(
             dialect=self,
@@ -150,6 +157,40 @@ class TextCompletions(Dialect):
         if call.wants_token_ids:  # each prompt is the whole one: no call of this route extends another
             choice |= {"token_ids": turn.token_ids.tolist(), "prompt_token_ids": turn.prompt_delta.tolist()}
         return choice
+
+
+def _is_billed(message: Json) -> bool:
+    content = message.get("content")
+    if message.get("role") not in SYSTEM_ROLES or not content:
+        return False
+    texts = [content] if isinstance(content, str) else [part.get("text") for part in _parts(content)]
+    return any(BILLING in text for text in texts if isinstance(text, str))
+
+
+def without_billing(message: Json) -> Json | None:
+    """Return a message without lines that only Anthropic's service reads; None if nothing else is in it.
+
+    Claude Code writes such a line into its system text, with a digest that changes with every call: it would break each
+    chain, and mean nothing to the model. Gateways carry it into other formats.
+    """
+    if not _is_billed(message):
+        return message
+    content = message["content"]
+    if isinstance(content, str):
+        left = _BILLING_LINE.sub("", content)
+        return {**message, "content": left} if left else None
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or BILLING not in text:
+            parts.append(part)
+        elif left := _BILLING_LINE.sub("", text):
+            parts.append({**part, "text": left})
+    return {**message, "content": parts} if parts else None
+
+
+def _parts(content: Any) -> list[Json]:
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def with_readable_arguments(message: Json) -> Json:

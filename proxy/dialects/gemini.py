@@ -224,9 +224,10 @@ class GeminiEncoder:
         ended = {}
         if finish_reason is not None:
             made = calls.finish()
-            whole = [call for call in made if not call.is_cut_call(finish_reason)]
-            parts += map(_function_call, whole)
-            reason = FINISH_REASONS.get(finish_reason, "OTHER") if len(whole) == len(made) else MALFORMED
+            shown = [call.shown() for call in made if not call.is_cut_call(finish_reason)]
+            parts += [_function_call(call) if call.kind == "tool" else {"text": call.text} for call in shown]
+            is_malformed = [call.kind for call in shown] != ["tool"] * len(made)
+            reason = MALFORMED if is_malformed else FINISH_REASONS.get(finish_reason, "OTHER")
             ended = {"finishReason": reason}
         content = {"role": "model", "parts": parts}
         logprobs = _logprobs((choice.get("logprobs") or {}).get("content") or [])

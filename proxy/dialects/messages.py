@@ -7,6 +7,7 @@ call extends the turn.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import itertools
 import operator
@@ -34,7 +35,7 @@ from proxy.dialects.blocks import (
     read_error,
     stream_and_prefill,
 )
-from proxy.dialects.chat import ChatCompletions, check_kinds
+from proxy.dialects.chat import ChatCompletions, check_kinds, without_billing
 from turnwise.errors import EngineUnavailable, InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
@@ -53,8 +54,6 @@ ERROR_TYPES = {
 REFUSED = "content_filter"
 """The engine's finish reason of a reply that Anthropic calls a refusal."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-BOOKKEEPING = "x-anthropic-billing-header"
-"""Prefix of a system block that only Anthropic's service reads, and that changes with every call."""
 _DATE = re.compile(r"_\d{8}$")
 TRANSLATED = frozenset(
     {
@@ -146,7 +145,7 @@ class Messages(ChatCompletions):
         finish_reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
         if is_cut_off(finish_reason):
             raise EngineUnavailable(cut_off_error(finish_reason))
-        blocks = [block for block in blocks_of(choice.get("message")) if not block.is_cut_call(finish_reason)]
+        blocks = [each.shown() for each in blocks_of(choice.get("message")) if not each.is_cut_call(finish_reason)]
         message = _head(decoded)
         message |= {
             "content": [_content(block, message["id"]) for block in blocks],
@@ -208,9 +207,12 @@ class MessageEncoder(BlockEncoder):
     def closing(self, block: Block) -> bytes:
         if block.is_cut_call(self.finish_reason) or (block.kind == "tool" and is_cut_off(self.finish_reason)):
             return b""
-        events = b""
+        events, shown = b"", block.shown()
         if block.kind == "thinking":
             events = self._delta(type="signature_delta", signature=self._message_id)
+        elif shown.kind != block.kind:
+            events = self._event("start", content_block=_content(dataclasses.replace(shown, text=""), ""))
+            events += self._delta(type="text_delta", text=shown.text)
         elif block.kind == "tool":
             self._has_calls = True
             whole = block.text
@@ -333,8 +335,9 @@ def _role_and_blocks(message: Any) -> tuple[Any, list[Json]]:
 
 def _system(system: Any) -> Iterator[Json]:
     texts = [system] if isinstance(system, str) else list(map(_text_block, parts_of(system, "system")))
-    if kept := [text for text in texts if text and not text.startswith(BOOKKEEPING)]:
-        yield {"role": "system", "content": "\n".join(kept)}
+    message = without_billing({"role": "system", "content": "\n".join(filter(None, texts))})
+    if message is not None and message["content"]:
+        yield message
 
 
 def _text_block(block: Json) -> str:

@@ -263,7 +263,8 @@ def _text(parts: Any) -> str:
 def item_status(block: Block, last: Block | None, finish_reason: str | None) -> str:
     """Return the status of a block in which a reply may be cut off: a call's arguments, or the last one that grew."""
     is_cut = block is last and block.kind != "tool" and finish_reason not in ENDED
-    return "incomplete" if is_cut or block.is_cut_call(finish_reason) else "completed"
+    is_cut = is_cut or block.is_cut_call(finish_reason) or block.shown() is not block
+    return "incomplete" if is_cut else "completed"
 
 
 def output_item(

@@ -27,7 +27,7 @@ import orjson
 from blake3 import blake3
 
 from proxy.auth import Principal
-from proxy.dialects.base import Call, template_arguments
+from proxy.dialects.base import SYSTEM_ROLES, Call, template_arguments
 from proxy.dialects.chat import is_readable, with_readable_arguments
 from turnwise.json_text import dumps, json_object, loads, unify_numbers
 from turnwise.tokenizer import text_of_part
@@ -57,7 +57,6 @@ MIN_TASK = 8
 """Characters of an argument that may be the task of a sub-agent."""
 MIN_REPLY = 32
 """Characters of a reply that is recognised by its text alone."""
-SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 NAMED_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 TEXT_PARTS = (*NAMED_TEXT_PARTS, None)

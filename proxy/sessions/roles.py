@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from proxy.dialects.base import Call
-from proxy.sessions.conversation import SYSTEM_ROLES, ConversationDigests, canonical_content, text_digest
+from proxy.dialects.base import SYSTEM_ROLES, Call
+from proxy.sessions.conversation import ConversationDigests, canonical_content, text_digest
 from proxy.sessions.forest import KnownTurn, TurnForest
 from turnwise.types import Json, Role
 

@@ -82,7 +82,8 @@ def read_reply(dialect: Dialect, body: Json, finish_reason: str, *calls: tuple[s
     match dialect:
         case Messages():
             blocks, last = messages_of(read) if stream else (read["content"], {"delta": read})
-            return [(each["name"], each["input"]) for each in blocks], last["delta"]["stop_reason"]
+            made = [(each["name"], each["input"]) for each in blocks if each["type"] == "tool_use"]
+            return made, last["delta"]["stop_reason"]
         case Responses():
             whole = read[-1]["response"] if stream else read
             items = [(each["name"], each["arguments"], each["status"]) for each in whole["output"] if "name" in each]
@@ -115,6 +116,54 @@ def test_no_client_gets_a_call_whose_arguments_were_not_sampled_to_the_end(finis
             assert (calls, found) == ([("look", {"n": 1}), ("read", {})], "STOP" if end.isupper() else end)
         else:
             assert (calls, found) == ([("look", {"n": 1})], end)
+
+
+UNREAD = [
+    '{"q": NaN}',
+    '{"q": Infinity}',
+    '["a"]',
+    "{'q': 'a'}",
+    '"a"',
+    "null",
+    '{"a": 1} x',
+    '{"a": ' * 3000 + "1" + "}" * 3000,
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("arguments", UNREAD, ids=range(len(UNREAD)))
+def test_a_call_that_ended_by_itself_and_that_nobody_reads_is_shown_as_text(arguments, *, stream):
+    """Else the reply would look finished without it. Responses has arguments as text, so the call itself shows them."""
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    calls = [("look", arguments)]
+    made = [called(0, arguments, "look")]
+    if stream:
+        events = read_stream(claude, body, [{"tool_calls": made}], "tool_calls")
+        blocks, last = messages_of(events)
+        (end,) = read_stream(google, asked, [{"tool_calls": made}], "tool_calls")[-1]["candidates"]
+    else:
+        whole = read_whole(claude, body, {"content": None, "tool_calls": made}, "tool_calls")
+        blocks, last = whole["content"], {"delta": whole}
+        (end,) = read_whole(google, asked, {"content": None, "tool_calls": made}, "tool_calls")["candidates"]
+    text = f"look({arguments})"
+    assert (blocks, last["delta"]["stop_reason"]) == ([{"type": "text", "text": text}], "end_turn")
+    assert (end["content"]["parts"], end["finishReason"]) == ([{"text": text}], "MALFORMED_FUNCTION_CALL")
+    items, _ = read_reply(openai, given, "tool_calls", *calls, stream=stream)
+    assert items == [("look", arguments, "incomplete")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "arguments", ['{"q": "cut \\ud83d"}', '{"q": 1, "q": 2}', '{"q": 1e999}', '{"a": ' * 300 + "1" + "}" * 300]
+)
+def test_a_call_that_python_and_javascript_read_goes_out_as_it_was_sampled(arguments, *, stream):
+    for dialect, body in REQUESTS:
+        ((name, given, *_),), end = read_reply(dialect, body, "tool_calls", ("look", arguments), stream=stream)
+        assert name == "look"
+        assert (given if isinstance(given, str) else json.dumps(given)) == (
+            arguments if isinstance(given, str) else json.dumps(json.loads(arguments))
+        )
+        assert end in ("tool_use", "completed", "STOP")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -12,6 +12,7 @@ from openai.types.responses.response_input_content_param import ResponseInputCon
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
 from proxy.dialects.base import Call
+from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
@@ -370,3 +371,48 @@ def test_each_kind_of_tool_of_google_s_sdk_is_served_or_dropped_by_name(field):
     call = gemini_call(contents=[{"parts": [{"text": "Hi."}]}], tools=[{field: declared}])
     assert call.dropped_tools == ([] if field == "functionDeclarations" else [field])
     assert bool(call.tools) == (field == "functionDeclarations")
+
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1.222; cch={};"
+
+
+def with_system(text: str) -> list[Call]:
+    """Return the calls of all formats whose system text is this one; of those with parts, also in two of them."""
+    user = {"role": "user", "content": "Hi."}
+    parts = [{"type": "text", "text": piece} for piece in text.split("\n")]
+    chat = [{"role": role, "content": content} for role in ("system", "developer") for content in (text, parts)]
+    return [
+        *(ChatCompletions().parse({"messages": [each, user]}) for each in chat),
+        *(Messages().parse({"max_tokens": 9, "messages": [user], "system": system}) for system in (text, parts)),
+        Responses().parse({"input": "Hi.", "instructions": text}),
+        Responses().parse({"input": [{"role": "developer", "content": text}, user]}),
+        gemini_call(contents={"role": "user", "parts": {"text": "Hi."}}, systemInstruction={"parts": [{"text": text}]}),
+    ]
+
+
+def system_text(call: Call) -> str:
+    return "\n".join(
+        piece
+        for message in call.messages
+        if message["role"] != "user"
+        for piece in (
+            [message["content"]] if isinstance(message["content"], str) else [p["text"] for p in message["content"]]
+        )
+    ).strip()
+
+
+@pytest.mark.parametrize(
+    "place", ["{line}\nBe brief.\nBe kind.", "Be brief.\n  {line}\nBe kind.", "Be brief.\nBe kind.\n{line}"]
+)
+def test_the_line_that_only_anthropic_s_service_reads_goes_alone_wherever_it_stands(place):
+    """It differs with every call, so the next call would not extend the chain; what stands beside it must stay."""
+    first, second = (with_system(place.format(line=BILLED.format(number))) for number in ("00001", "00002"))
+    for call, later in zip(first, second, strict=True):
+        assert system_text(call) == "Be brief.\nBe kind."
+        assert call.messages == later.messages == call.body["messages"]
+
+
+def test_a_system_message_of_nothing_else_goes_whole_and_what_a_user_quotes_stays():
+    assert [system_text(call) for call in with_system(BILLED)] == [""] * 9
+    quoted = {"role": "user", "content": f"What is\n{BILLED}?"}
+    assert messages_call(quoted).messages == ChatCompletions().parse({"messages": [quoted]}).messages == [quoted]
