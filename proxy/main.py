@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
                 features.STEPS,
                 features.IN_STORE,
                 features.beside(),
-                features.rollout(),
+                features.reload_parts(),
             ) as services:
                 metrics = services.metrics
                 if self._log_handler is not None:

@@ -25,7 +25,7 @@ from proxy.http.bodies import Bodies
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.metrics import Metrics
 from proxy.reload.driver import Reloader
-from proxy.reload.rollout import Rollout
+from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
@@ -89,12 +89,12 @@ class Services:
         steps: Iterable[type[CallStep]] = (),
         in_store: tuple[str, ...] = (),
         beside: Iterable[type[Beside]] = (),
-        rollout: type[Rollout] = Rollout,
+        reload_parts: ReloadParts = CORE,
     ) -> None:
         """Connect the services.
 
         `steps` are those of all features, `in_store` the modules of what they have in the store, `beside` what they do
-        beside calls, and `rollout` what brings engines to the versions of a policy.
+        beside calls, and `reload_parts` how engines are brought to versions.
         """
         faults = FaultPoints(settings.fault)
         self.settings = settings
@@ -158,7 +158,7 @@ class Services:
             ),
             reserve=lambda engine: peers.confirm(EngineReserved(engine.url), DRAIN_SECONDS + ANNOUNCE_SECONDS),
             files=VersionFiles(self.reading),
-            rollout=rollout,
+            parts=reload_parts,
         )
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
@@ -254,7 +254,7 @@ async def running_services(
     steps: Iterable[type[CallStep]] = (),
     in_store: tuple[str, ...] = (),
     beside: Iterable[type[Beside]] = (),
-    rollout: type[Rollout] = Rollout,
+    reload_parts: ReloadParts = CORE,
 ) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
@@ -269,7 +269,9 @@ async def running_services(
     for file in readable_files(settings.database.get_secret_value()):
         log.warning(READABLE, file, file)
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
-    services = Services(settings, database, authenticator, peers, metrics_directory, steps, in_store, beside, rollout)
+    services = Services(
+        settings, database, authenticator, peers, metrics_directory, steps, in_store, beside, reload_parts
+    )
     await services.writer.start()
     await services.reading.start()
     await peers.connect(services.apply_change)

@@ -139,8 +139,6 @@ class ProxySettings(Settings):
     reload_timeout_seconds: float = Field(default=300.0, gt=0)
     """The longest a reload may take before the last good version is restored. The check of a version's files, which
     comes before, has no limit: the engines serve what they have until the files are read."""
-    engine_sleep: bool = False
-    """Bring engines to sleep while a trainer with `engine_sleep_level` computes. They need `--enable-sleep-mode`."""
     probe_tolerance: float | None = Field(default=None, ge=0)
     """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default five times that
     of version 0, and at least 0.0005 where both are in float32, 0.25 on a coarser engine, 1.0 for a coarser checkpoint;

@@ -21,10 +21,11 @@ from proxy.features.pins import PinSettings, PinStep
 from proxy.features.prices import Prices, PriceSettings
 from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
+from proxy.features.sleep.settings import SleepSettings
 from proxy.settings import ProxySettings
 
 if TYPE_CHECKING:
-    from proxy.reload.rollout import Rollout
+    from proxy.reload.parts import ReloadParts
     from proxy.services import Beside
 
 STEPS: tuple[type[CallStep], ...] = (CallLimits, Dropped, ConsentStep, Redaction, Resumed, PinStep, Prices)
@@ -45,6 +46,7 @@ ROUTES: tuple[str, ...] = (
 
 
 class Settings(
+    SleepSettings,
     ArmSettings,
     ConsentSettings,
     PinSettings,
@@ -66,8 +68,10 @@ def beside() -> tuple[type[Beside], ...]:
     return (Page, Exports, Retention)
 
 
-def rollout() -> type[Rollout]:
-    """Return what brings engines to the versions of a policy; only a process that serves imports it."""
+def reload_parts() -> ReloadParts:
+    """Return how engines are brought to versions; only a process that serves imports it."""
     from proxy.features.arms.trials import Trials
+    from proxy.features.sleep.sleeper import Sleeper
+    from proxy.reload.parts import ReloadParts
 
-    return Trials
+    return ReloadParts(Trials, Sleeper)

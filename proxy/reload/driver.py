@@ -16,13 +16,14 @@ import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState
+from proxy.engines.engine import UNLABELLED, Engine, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.checkpoint import own_model
 from proxy.reload.lease import DriverLease
-from proxy.reload.loader import Loader, weights_path
+from proxy.reload.loader import Loader
+from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.rollout import Rollout
 from proxy.reload.transfer import Transfers
 from proxy.reload.version_files import VersionFiles
@@ -40,12 +41,11 @@ from turnwise.errors import (
 )
 from turnwise.store import serving, versions
 from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, PolicyVersion
 from turnwise.verify.engine import ADDRESS_HINT
 
 log = logging.getLogger(__name__)
 
-DROPS_WEIGHTS = 2
 POLL_SECONDS = 0.2
 """How often a newer policy version is looked for."""
 HEALTH_SECONDS = 1.0
@@ -56,74 +56,6 @@ MAX_EXPORTED = 100
 """Named policies whose served version is a metric, the oldest ones: each has a label of its own."""
 LOST_SECONDS = 60.0
 """How long a restarted engine waits for the active version while it is not on disk and no trainer hands it out."""
-
-
-class Sleeper:
-    """Brings engines to sleep and wakes them, as trainers ask for it."""
-
-    def __init__(self, pool: EnginePool, transfers: Transfers, lease: DriverLease, *, seconds: float) -> None:
-        self._pool = pool
-        self._transfers = transfers
-        self._lease = lease
-        self._seconds = seconds
-        self._may_sleep = True
-        """Whether an engine may be asleep: another process, or an earlier one, may have brought it to sleep."""
-
-    async def follow(self, active: PolicyVersion | None) -> bool:
-        """Do what trainers ask for; return whether engines sleep, so that nothing may be loaded into them.
-
-        Raises:
-            EngineError: an engine did not do it.
-        """
-        wish = await self._transfers.wanted_sleep()
-        if wish is None and not self._may_sleep:
-            return False
-        async with self._lease.held() as is_driver:
-            if not is_driver:
-                return wish is not None
-            for engine in self._pool.serving:
-                if wish is None:
-                    await self.wake(engine, active)
-                else:
-                    await self._put_to_sleep(engine, wish.level, active)
-        self._may_sleep = wish is not None
-        if wish is not None:
-            await self._transfers.confirm_sleep(wish)
-        return wish is not None
-
-    async def bring_awake(self, engine: Engine, active: PolicyVersion | None) -> bool:
-        """Return whether an engine is awake, after waking one that no trainer needs asleep."""
-        if await engine.is_sleeping() and await self._transfers.wanted_sleep() is not None:
-            return False
-        await self.wake(engine, active)
-        return True
-
-    async def wake(self, engine: Engine, active: PolicyVersion | None) -> None:
-        """Wake an engine that sleeps, with the weights of the served version.
-
-        Raises:
-            EngineError: it did not wake.
-        """
-        if not await engine.is_sleeping():
-            return
-        await engine.wake("weights", seconds=self._seconds)
-        await engine.read_label()
-        if engine.loaded_version is None:
-            served = active if active is not None and active.kind is PolicyKind.FULL else engine.own_model
-            await engine.load_weights(weights_path(served, engine), seconds=self._seconds)
-            await engine.label_weights(served.version)
-        await engine.wake("kv_cache", seconds=self._seconds)
-        log.info("the engine at %s is awake", engine.url)
-
-    async def _put_to_sleep(self, engine: Engine, level: int, active: PolicyVersion | None) -> None:
-        if await engine.is_sleeping():
-            return
-        if active is not None and active.kind is PolicyKind.LORA:
-            level = 1  # the second level would drop the adapters too
-        if level == DROPS_WEIGHTS:
-            await engine.label_weights(LOADING)  # whoever wakes it must load its weights
-        await engine.sleep(level, seconds=self._seconds)
-        log.info("the engine at %s sleeps at level %d for the trainer", engine.url, level)
 
 
 class Reloader:
@@ -142,7 +74,7 @@ class Reloader:
         announce: Callable[[Engine], Awaitable[None]],
         reserve: Callable[[Engine], Awaitable[None]],
         files: VersionFiles,
-        rollout: type[Rollout] = Rollout,
+        parts: ReloadParts = CORE,
     ) -> None:
         self._writer = writer
         self._pool = pool
@@ -151,12 +83,12 @@ class Reloader:
         self._check_engine = check_engine
         self.lease = DriverLease(database, writer)
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
-        self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
+        self._memory = parts.memory(settings, database, pool, self.lease)
         self._loader = Loader(database, settings, metrics, faults, transfers, announce, files)
         pool.load_adapter = self._loader.load_at_call
 
         def rollout_of(policy_id: int) -> Rollout:
-            return rollout(policy_id, database, self.lease, pool, self._loader, settings, metrics, reserve)
+            return parts.rollout(policy_id, database, self.lease, pool, self._loader, settings, metrics, reserve)
 
         self._rollout_of = rollout_of
         self._default = rollout_of(DEFAULT_POLICY)
@@ -203,7 +135,7 @@ class Reloader:
         await self._pool.refresh()
         self._export()
         self._default.note_round()
-        if self._settings.engine_sleep and await self._sleeper.follow(self._default.state.active):
+        if await self._memory.follow(self._default.state.active):
             return
         if self._pool.serving and self._next_steps():
             with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
@@ -282,7 +214,7 @@ class Reloader:
     async def _has_lost_weights(self, engine: Engine) -> bool:
         if engine.loaded_version == UNLABELLED or await _has_version(engine):
             return False
-        if self._settings.engine_sleep and await engine.is_sleeping():
+        if await self._memory.is_given_up(engine):
             return False
         async with self.lease.held() as is_driver:  # otherwise another process may be exchanging the weights
             return is_driver and not await _has_version(engine)
@@ -295,10 +227,8 @@ class Reloader:
         await self._adopt(engine)
         await self._pool.refresh()
         active = self._default.state.active
-        if self._settings.engine_sleep:
-            if not await self._sleeper.bring_awake(engine, active):
-                return
-            await engine.read_label()
+        if not await self._memory.take_back(engine, active):
+            return
         is_right = engine.loaded_version is not None and self._default.is_right(engine)
         if not is_right or await engine.is_paused():
             async with self.lease.held() as is_driver:

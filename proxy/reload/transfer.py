@@ -42,15 +42,6 @@ class Offer:
     probe: Probe | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SleepWish:
-    """A trainer's request that engines give up their memory."""
-
-    url: str
-    level: int
-    """1 or 2, as in vLLM."""
-
-
 class Transfers:
     """Asks trainers for versions, and engines to receive them."""
 
@@ -63,22 +54,11 @@ class Transfers:
         """Return where a version can be had for an engine; None if only from its directory."""
         if version.kind is not PolicyKind.FULL or time.monotonic() < engine.transfers_from:
             return None
-        answer = await self._first_answer(f"/versions/{version.version}", ANSWER_SECONDS, lambda _: True)
+        answer = await first_answer(self._database, f"/versions/{version.version}", ANSWER_SECONDS, lambda _: True)
         if answer is None:
             return None
         url, found = answer
         return Offer(version.version, url, probe_from(found.get("probe")))
-
-    async def wanted_sleep(self) -> SleepWish | None:
-        """Return a trainer's request that engines sleep; None where no trainer that answers has one."""
-        answer = await self._first_answer("/engines", CONNECT_SECONDS, lambda found: bool(found.get("sleep_level")))
-        if answer is None:
-            return None
-        url, found = answer
-        return SleepWish(url, int(found["sleep_level"]))
-
-    async def confirm_sleep(self, wish: SleepWish) -> None:
-        await ask_trainer(wish.url, "POST", "/engines", {"sleeping": True}, CONNECT_SECONDS)
 
     async def send(self, offer: Offer, engine: Engine) -> bool:
         """Let an engine receive a version; what it serves does not change.
@@ -121,26 +101,27 @@ class Transfers:
         ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
         return "the trainer ended" if ended is None else ended["error"]
 
-    async def _first_answer(
-        self, path: str, seconds: float, is_usable: Callable[[Json], bool]
-    ) -> tuple[str, Json] | None:
-        """Return the address and the usable answer of the trainer that was announced last; None if none has one.
 
-        All are asked at the same time, and those announced before it are not waited for: the address of a machine that
-        is gone may not answer at all, and remains in the ledger until a trainer of its name starts again.
-        """
-        urls = await self._database.fetch(notices.weight_urls)
-        asked = [asyncio.create_task(ask_trainer(url, "GET", path, {}, seconds)) for url in urls]
-        try:
-            for url, asking in zip(urls, asked, strict=True):
-                answer = await asking
-                if answer is not None and is_usable(answer):
-                    return url, answer
-            return None
-        finally:
-            for asking in asked:
-                asking.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+async def first_answer(
+    database: Database, path: str, seconds: float, is_usable: Callable[[Json], bool]
+) -> tuple[str, Json] | None:
+    """Return the address and the usable answer of the trainer that was announced last; None if none has one.
+
+    All are asked at the same time, and those announced before it are not waited for: the address of a machine that
+    is gone may not answer at all, and remains in the ledger until a trainer of its name starts again.
+    """
+    urls = await database.fetch(notices.weight_urls)
+    asked = [asyncio.create_task(ask_trainer(url, "GET", path, {}, seconds)) for url in urls]
+    try:
+        for url, asking in zip(urls, asked, strict=True):
+            answer = await asking
+            if answer is not None and is_usable(answer):
+                return url, answer
+        return None
+    finally:
+        for asking in asked:
+            asking.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def ask_trainer(url: str, method: str, path: str, body: Json, seconds: float) -> Json | None:

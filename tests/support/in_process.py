@@ -39,7 +39,7 @@ def in_process_proxy(
     with running_fake_engine() as engine:
         given = features.Settings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
         parts = {"steps": features.STEPS, "in_store": features.IN_STORE}
-        parts |= {"beside": features.beside(), "rollout": features.rollout()}
+        parts |= {"beside": features.beside(), "reload_parts": features.reload_parts()}
         with served(given, wrap, routes=features.ROUTES, **parts) as http:
             yield http, database
     database.close()

@@ -16,11 +16,10 @@ from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
-from proxy.features import IN_STORE, Settings
-from proxy.features.arms.trials import Trials
+from proxy.features import IN_STORE, Settings, reload_parts
 from proxy.metrics import Metrics
 from proxy.reload.driver import Reloader
-from proxy.reload.rollout import Rollout
+from proxy.reload.parts import ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -34,7 +33,7 @@ from turnwise.types import PolicyKind, PolicyVersion, Session
 class Process:
     """The reloader of a proxy process, without its timer."""
 
-    def __init__(self, stage: Stage, *, rollout: type[Rollout] = Trials, **settings: object) -> None:
+    def __init__(self, stage: Stage, *, parts: ReloadParts | None = None, **settings: object) -> None:
         metrics = Metrics()
         self._publish = stage.publish
         given = Settings(engine=[engine.url for engine in stage.engines], **settings)
@@ -55,7 +54,7 @@ class Process:
             announce=self._announce,
             reserve=self._reserve,
             files=VersionFiles(self.reading),
-            rollout=rollout,
+            parts=parts or reload_parts(),
         )
 
     async def _probe(self, engine: Engine) -> None:
@@ -111,8 +110,8 @@ class Stage:
     directory: Path
 
     @contextlib.asynccontextmanager
-    async def process(self, *, rollout: type[Rollout] = Trials, **settings: object) -> AsyncIterator[Process]:
-        process = Process(self, rollout=rollout, **settings)
+    async def process(self, *, parts: ReloadParts | None = None, **settings: object) -> AsyncIterator[Process]:
+        process = Process(self, parts=parts, **settings)
         await process.writer.start()
         try:
             await process.reloader.start()

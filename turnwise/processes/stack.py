@@ -43,7 +43,10 @@ class GpuPlan:
 
 
 SHOWN_LOGGERS = {
-    "proxy": ("proxy.reload.rollout", "proxy.reload.driver", "proxy.features.arms.trials"),
+    "proxy": tuple(
+        f"proxy.{name}"
+        for name in ("reload.rollout", "reload.driver", "features.arms.trials", "features.sleep.sleeper")
+    ),
     "trainer": tuple(
         f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.starts")
     ),

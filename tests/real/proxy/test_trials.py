@@ -12,9 +12,8 @@ from support.reload_stage import Process, Stage
 from support.waiting import WAIT_SECONDS
 
 from proxy.engines.engine import EngineState
-from proxy.features.arms.trials import Trials
 from proxy.features.arms.verdict import lift
-from proxy.reload.rollout import Rollout
+from proxy.reload.parts import CORE
 from turnwise.features.arms import Arm
 from turnwise.store import serving, turns, versions
 from turnwise.store.rewards import add_rewards
@@ -48,10 +47,10 @@ async def test_a_share_of_the_sessions_stays_on_the_version_before_while_newer_o
         assert await process.versions_of(others) == {4}
 
 
-@pytest.mark.parametrize("rollout", [Trials, Rollout])
+@pytest.mark.parametrize("parts", [None, CORE])
 @pytest.mark.parametrize("kind", [PolicyKind.LORA, PolicyKind.FULL])
-async def test_by_default_and_without_the_feature_every_session_samples_with_the_newest_version(stage, kind, rollout):
-    async with stage.process(rollout=rollout) as process:
+async def test_by_default_and_without_the_feature_every_session_samples_with_the_newest_version(stage, kind, parts):
+    async with stage.process(parts=parts) as process:
         await process.serve(1, 2, kind=kind)
         assert stage.statuses() == ["retired", "active"]
         taken, others = await process.open_sessions("s")
