@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+IMPOSSIBLE = -9999.0
+"""What vLLM writes for a logprob of minus infinity: of a token that could not be sampled."""
+
 
 class _Sampled(msgspec.Struct, gc=False):
     logprob: float | None

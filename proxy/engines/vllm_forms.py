@@ -57,6 +57,8 @@ SEPARATOR = b"\n"
 ABSENT = msgspec.Raw(NULL)
 """The value of a field that a reply does not have."""
 DIGITS = b"0123456789"
+NO_NUMBERS = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b')
+"""Texts, which stay, and what Python's JSON writes of numbers that are none: an engine's logprob may be one."""
 SPACES = b" \t\r\n"
 """The spaces that JSON allows."""
 
@@ -117,7 +119,12 @@ def read_parts(
     """
     whole = SEPARATOR.join(parts)
     text, echo = _without_echo(whole, prompt)
-    replies = _reply.decode_lines(text)
+    try:
+        replies = _reply.decode_lines(text)
+    except msgspec.DecodeError:
+        whole = NO_NUMBERS.sub(_number_or_null, whole)
+        text, echo = _without_echo(whole, prompt)
+        replies = _reply.decode_lines(text)
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
     has_content = _capture(replies, echo, captured)
@@ -136,6 +143,10 @@ def read_parts(
         shows_empty = False
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
     return shown if shows_empty or all(has_content) else list(itertools.compress(shown, has_content))
+
+
+def _number_or_null(found: re.Match[bytes]) -> bytes:
+    return found[0] if found[0].startswith(b'"') else NULL
 
 
 def take_places(parts: list[bytes], captured: Captured) -> list[bytes]:

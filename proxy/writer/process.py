@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from proxy.dialects.logprobs import read_logprobs
+from proxy.dialects.logprobs import IMPOSSIBLE, read_logprobs
 from proxy.fault import FaultPoints
 from proxy.writer.frames import Link, frame
 from turnwise.chains import TRAINABLE_OUTCOMES
@@ -134,12 +134,16 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
     try:
         row["logprobs"] = array.array("f", cast("list[float]", logprobs)).tobytes()
         is_complete = len(row["logprobs"]) == len(row["token_ids"])
+        is_possible = min(cast("list[float]", logprobs), default=0.0) > IMPOSSIBLE
     except TypeError:  # some are null
-        row["logprobs"], is_complete = np.array(logprobs, np.float32).tobytes(), False
+        row["logprobs"] = np.array(logprobs, np.float32).tobytes()
+        is_complete = is_possible = False
     if sent["encoded_prompt"]:
         row["prompt_delta"] = ids_from_text(sent["encoded_prompt"])
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
         row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
+    elif row["outcome"] in TRAINABLE_OUTCOMES and not is_possible:
+        row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "impossible_logprobs"}
     if sent["given"]:
         row["parts"], row["problems"] = _parts(row)
     return row

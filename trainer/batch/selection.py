@@ -29,6 +29,8 @@ from turnwise.credit import Floats
 from turnwise.sampling import GREEDY
 from turnwise.types import GroupKey, Json, SessionKey, name_digest
 
+IMPOSSIBLE = -9999.0
+"""What vLLM writes for a logprob of minus infinity: one such token would refuse its whole group."""
 LARGEST_VALUE = 1e6
 """Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 NO_TRAINABLE_TURN = "no_trainable_turn"
@@ -44,7 +46,7 @@ TOO_LONG = "chain_too_long"
 def why_untrainable(experience: Chain, *, needs_behaviour: bool = True) -> list[str | None]:
     """Return for each turn why it cannot be trained, None where it can. [K]."""
     reasons: list[str | None] = [why if needs_behaviour else None for why in experience.without_ratio]
-    broken = experience.loss_mask & ~np.isfinite(experience.logprobs)
+    broken = experience.loss_mask & ~(np.isfinite(experience.logprobs) & (experience.logprobs > IMPOSSIBLE))
     for turn in np.unique(experience.turn_index[broken]):
         reasons[turn] = "broken_logprobs"
     return reasons

@@ -81,7 +81,7 @@ def running(call: Call, place: CallPlace, captured: Captured, **fields: Any) -> 
         ("team", "key", "s"), call.idempotency_key, b"digest", ("chat", False), (), "1", "chatcmpl-1", Future()
     )
     given = {"started": 100.0, "first_token_at": 100.5, "version_first": 3, "version_last": 4, **fields}
-    return Running(call, place, attempt, captured=captured, **given)
+    return Running(call, place, attempt=attempt, captured=captured, **given)
 
 
 def built(call: Call, place: CallPlace, captured: Captured, *, aborted: str | None = None) -> list[NewTurn]:
@@ -121,6 +121,8 @@ def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
         (Captured(PROMPT_TEXT, {}), "no_token_ids"),
         (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-0.1])}), "no_logprobs"),
         (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-0.1, None])}), "no_logprobs"),
+        (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-0.1, -9999.0])}), "impossible_logprobs"),
+        (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-9999.0, None])}), "no_logprobs"),
     ],
 )
 def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured, reason):

@@ -151,3 +151,19 @@ def test_prompt_ids_that_are_no_ids_are_refused(array):
     """The text of the ids is stored without being decoded first."""
     with pytest.raises(msgspec.ValidationError):
         read(b'{"choices":[],"prompt_token_ids":%b}' % array)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("shows", SHOWN, ids=lambda wanted: "+".join(sorted(wanted)))
+def test_a_logprob_that_json_does_not_know_is_null_and_the_reply_is_served(number, shows):
+    """Texts that name such numbers stay as they are: Python's JSON writes both."""
+    told = ENTRY | {"token": 'a NaN, "-Infinity" \\\\" : NaN'}
+    whole = reply(choice(logprobs={"content": [told | {"logprob": -0.5}, told | {"logprob": float(number)}]}))
+    raw = json.dumps(whole).encode()
+    assert f'"logprob": {number}'.encode() in raw
+    (shown,), captured = read(raw, shows=shows)
+    assert read_logprobs(captured.choices[0].logprobs) == [-0.5, None]
+    entries = json.loads(shown, parse_constant=pytest.fail)["choices"][0]["logprobs"]
+    if "logprobs" in shows:
+        assert entries["content"] == [told | {"logprob": -0.5}, told | {"logprob": None}]
+    assert json.loads(shown)["choices"][0]["message"] == choice()["message"]

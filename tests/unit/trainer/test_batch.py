@@ -89,7 +89,7 @@ def test_advantages_apply_to_the_tokens_of_their_own_turn():
     assert batch.table.place.tolist() == [1, 2, 4, 5]
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf, -9999.0])
 def test_a_turn_with_a_logprob_that_is_not_finite_has_no_loss(broken):
     one = experience(turns=2, logprobs=[0, -1, broken, 0, -1, -1])
     assert why_untrainable(one) == ["broken_logprobs", None]
