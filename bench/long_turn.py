@@ -48,7 +48,7 @@ WARM_UP_TURNS = 2
 SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
 TRIM_BYTES = 8 * 2**20
-"""Of long requests, after which the proxy returns freed memory; see `proxy.http.freed_memory`."""
+"""Of long requests, after which the proxy returns freed memory; see `proxy.features.freed_memory`."""
 LIVE_SAMPLES = 5
 """Samples of the memory in each round."""
 WARM_UP_LIVE_TURNS = 20

@@ -22,7 +22,6 @@ from proxy.engines.http_client import Access, HttpClient
 from proxy.engines.pool import DRAIN_SECONDS, EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
-from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.metrics import Metrics
 from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
@@ -263,7 +262,6 @@ async def running_services(
         SchemaMismatch: the store's tables are of another release.
         EngineUnsuitable: an engine lacks a feature that exact capture requires, and the check is strict.
     """
-    keep_freed_memory()
     database = Database(settings.database.get_secret_value(), pool_size=NUM_READERS)
     await asyncio.to_thread(database.check_schema)
     for file in readable_files(settings.database.get_secret_value()):
@@ -280,7 +278,6 @@ async def running_services(
         services.reloader.run(),
         services.sweeper.run(),
         _refresh_gauges(services.metrics),
-        return_freed_memory(lambda: services.sessions.conversations.num_bytes_read),
         *(each.run() for each in services.beside.values()),
     ]
     tasks = [asyncio.create_task(each) for each in background]

@@ -52,10 +52,10 @@ class Running:
     call: Call = NOT_YET
     place: CallPlace = NOT_YET
     """Its session, and the turn that it extends; what is found before it is sampled."""
-    session_key: SessionKey = NOT_YET
-    """Tenant and id of its session; also of the call whose answer it repeats, which has no place."""
     attempt: Attempt = NOT_YET
     """What a retry of the call refers to; not of a call that is itself answered as a retry."""
+    session_key: SessionKey = NOT_YET
+    """Tenant and id of its session; also of the call whose answer it repeats, which has no place."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None

@@ -62,10 +62,11 @@ class Settings(
 def beside() -> tuple[type[Beside], ...]:
     """Return what features do beside calls; only a process that serves imports it."""
     from proxy.features.exports import Exports
+    from proxy.features.freed_memory import FreedMemory
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
 
-    return (Page, Exports, Retention)
+    return (Page, Exports, Retention, FreedMemory)
 
 
 def reload_parts() -> ReloadParts:

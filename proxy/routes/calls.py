@@ -205,6 +205,7 @@ class SampleEndpoint(Endpoint):
     def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
         super().__init__(services, dialect, route)
         self._asked = services.steps.asked_in(dialect.name)
+        self._names_turns = type(dialect).referenced_turns is not Dialect.referenced_turns
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         """Answer a call, or repeat the answer to the call that it retries."""
@@ -286,7 +287,7 @@ class SampleEndpoint(Endpoint):
         body = await parse_object(raw, settings.max_json_string_bytes)
         if self._dialect.reads_url:
             body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
-        if turn_ids := self._dialect.referenced_turns(body)[:MAX_MESSAGES]:
+        if self._names_turns and (turn_ids := self._dialect.referenced_turns(body)[:MAX_MESSAGES]):
             views = await read_turns(self._services.database, turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)

@@ -362,6 +362,6 @@ def known_turn(
         system_digest=system_digest,
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        places=tuple([(image["offset"], image["length"]) for image in placed_images(turn)]),
+        places=tuple([(image["offset"], image["length"]) for image in placed_images(turn)]) if turn.parts else (),
         tokens=tokens,
     )
