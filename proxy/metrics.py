@@ -127,11 +127,6 @@ class Metrics:
         self.dropped_fields = self.counter(
             "turnwise_dropped_fields", "Removed request fields that control the engine itself", ["field"]
         )
-        self.unreadable_routing = self.counter(
-            "turnwise_unreadable_routing",
-            "Turns that are stored without the experts that the engine returned, by what is wrong with these",
-            ["reason"],
-        )
 
     def _add_store(self) -> None:
         """Add the metrics of the store: sessions, rewards, commits, groups and updates."""

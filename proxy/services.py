@@ -107,7 +107,6 @@ class Services:
             database,
             timeout_seconds=settings.engine_timeout_seconds,
             wait_seconds=settings.engine_wait_seconds,
-            support_ids=settings.support_ids,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
             model_names=settings.model_names,
         )

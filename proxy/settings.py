@@ -76,10 +76,6 @@ class ProxySettings(Settings):
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
     call_text: Literal["compare", "ignore"] = "compare"
     """Text that a client leaves out beside tool calls whose ids it sends back: a new chain, or the same one."""
-    support_ids: int = Field(default=4096, ge=0)
-    """Most ids that top-k, top-p and min-p may leave to sample from at a token that is trained; a token with more is
-    not. 0 asks the engine for none, and such calls are not trained. An engine without Turnwise's plug-in is asked for
-    at most its --max-logprobs and 100."""
     failed_tool_text: str = "The tool call failed."
     """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
     empty text drops the mark."""

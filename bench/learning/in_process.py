@@ -25,8 +25,8 @@ import xgrammar
 from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from proxy.engines.vllm_forms import truncates
 from proxy.features.pins import Pins
+from proxy.features.supports import truncates
 from proxy.sessions.template import ChatTemplate, Continued
 from turnwise.features.supports import SUPPORT, pack
 from turnwise.store import serving

@@ -27,9 +27,9 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from proxy.engines.vllm_forms import truncates
 from proxy.features import Settings as ProxySettings
 from proxy.features.pins import Pins
+from proxy.features.supports import truncates
 from trainer.model.loading import model_class, read_config
 from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow

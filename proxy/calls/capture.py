@@ -29,9 +29,7 @@ from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
-from turnwise.features.experts import EXPERTS
 from turnwise.features.images import IMAGES, Media, pack_images
-from turnwise.sampling import SUPPORT
 from turnwise.types import Json, Outcome, SessionKey, TokenIds, image_digests, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
@@ -208,11 +206,6 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         if call.idempotency_key is not None and aborted is None and choice.finish_reason in SAMPLED_ENDS:
             # Not of a reply that was cut off: a retry of it samples again.
             turn.request_key, turn.request_digest = running.attempt.stored_key(index), running.attempt.digest
-        if choice.routed_experts is not None:
-            start = 0 if turn.parent_turn_id is None else turn.prompt_length - len(turn.prompt_delta)
-            turn.given[EXPERTS] = choice.routed_experts, start, turn.prompt_length + len(choice.token_ids)
-        if call.asks_support:
-            turn.given[SUPPORT] = ()
         turns.append(turn)
     return turns
 

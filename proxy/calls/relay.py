@@ -311,6 +311,8 @@ class Relay:
                     param="session_id",
                 ) from error
             raise
+        for step in self._steps.lacking if any(turn.problems for turn in turns) else ():
+            step(turns)
         if any(turn.reason == stored_turns.SESSION_ENDED for turn in turns):
             self._sessions.cache.drop(key)
         return is_first

@@ -63,6 +63,9 @@ class CallStep:
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         """Take a call's turns before they are stored, also those of a call that was cut off after its first token."""
 
+    def lacking(self, turns: list[NewTurn]) -> None:
+        """Take a call's turns that were just stored, some of them without parts that were given (`problems`)."""
+
     def received(self, running: Running) -> None:
         """Take a call that has its reply or has failed, while it still has its lane."""
 
@@ -92,6 +95,7 @@ class Steps:
         self.placed = self._overridden(lambda kind: kind.placed)
         self.sent = self._overridden(lambda kind: kind.sent)
         self.built = self._overridden(lambda kind: kind.built)
+        self.lacking = self._overridden(lambda kind: kind.lacking)
         self.received = self._overridden(lambda kind: kind.received)
         self.ended = self._overridden(lambda kind: kind.ended)
 

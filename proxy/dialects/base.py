@@ -102,8 +102,8 @@ class Call:
     num_choices: int
     wants_logprobs: bool
     wants_token_ids: bool
-    asks_support: bool = False
-    """Whether the engine was asked which ids could be sampled at each token."""
+    engine_fields: Json = dataclasses.field(default_factory=dict)
+    """Fields that features add to the engine's request, beside what capture needs."""
     hides_thinking: bool = False
     """Whether the client asked for no reasoning; it then gets no token ids and logprobs either, as from vLLM."""
     session_id: str | None = None

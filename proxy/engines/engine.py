@@ -23,14 +23,11 @@ import orjson
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.vllm_forms import (
-    SUPPORT_KEY,
     read_parts,
     reject_prompt_logprobs,
     request,
-    support_request,
     take_places,
     tool_grammar,
-    truncates,
     without_thinking,
 )
 from proxy.sessions.place import CallPlace
@@ -130,8 +127,6 @@ class Lane:
                 shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
             )
             engine.returns_routing |= captured.has_routing
-            if call.asks_support and not engine.returns_supports:
-                engine.returns_supports = any(SUPPORT_KEY in part for part in parts)
             if call.hides_thinking:
                 shown = list(map(without_thinking, shown))
         except NOT_A_COMPLETION as error:
@@ -161,7 +156,6 @@ class Engine:
         url: str,
         *,
         timeout_seconds: float,
-        support_ids: int = 0,
         access: Access | None = None,
     ) -> None:
         self.url = without_credentials(url)
@@ -184,15 +178,11 @@ class Engine:
         """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
         self.returns_routing = False
         """Whether one of its replies had the experts of its tokens."""
-        self.support_ids = support_ids
-        """Most ids of a token's support that calls ask for; 0 asks for none."""
         self.max_logprobs = 0
         """Most alternatives that a call may ask for; 0 where that is not known."""
         self.places_images: bool | None = None
         """Whether it takes token ids with images and says where these are, as our plug-in does; None before its first
         reply to a call with images."""
-        self.returns_supports = False
-        """Whether one of its replies had supports, which our plug-in adds."""
         self.problem: str | None = None
         """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
         self.own_model = PolicyVersion(version=0, path="")
@@ -450,16 +440,9 @@ class Engine:
             EngineRefused: an error status, with the engine's own body.
             InvalidRequest: the request would crash the engine.
         """
-        call.asks_support = (
-            self.support_ids > 0
-            and truncates(call.body, self.defaults)
-            and not call.body.get("logprob_token_ids")  # these take the place of alternatives
-        )
         if call.images and self.places_images is False and place.parent is not None:
             place.start_chain("engine_without_plugin")
-        alternatives = 0 if self.returns_supports else self.max_logprobs
-        support = support_request(call, self.defaults, self.support_ids, alternatives) if call.asks_support else {}
-        make = functools.partial(request, call, place, returns_routing=self.returns_routing, support=support)
+        make = functools.partial(request, call, place, returns_routing=self.returns_routing)
         body = await asyncio.to_thread(make) if call.images else make()
         body["model"] = model
         if self.has_lora or self.adapters:

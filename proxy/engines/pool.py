@@ -63,11 +63,10 @@ class EnginePool:
         *,
         timeout_seconds: float,
         wait_seconds: float = 0.0,
-        support_ids: int = 0,
         access: Access | None = None,
         model_names: Mapping[str, Literal["policy", "refuse"]] | None = None,
     ) -> None:
-        options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "support_ids": support_ids, "access": access}
+        options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "access": access}
         self.engines: list[Engine] = [Engine(url, **options) for url in urls]
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""

@@ -24,7 +24,6 @@ from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.images import FIELD as PLACES
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.errors import InvalidRequest
-from turnwise.sampling import TRUNCATING
 from turnwise.types import IMAGE_URL, Json
 from turnwise.verify.engine import CHAT_ROUTE
 
@@ -41,11 +40,6 @@ NAMED = re.compile(rb'"image_url":\{"url":"%b([0-9a-f]{64})"\}' % IMAGE_URL.enco
 PLACED = re.compile(rb',\s*"%b":\s*"([A-Za-z0-9+/=]*)"' % PLACES.encode())
 """The places of a prompt's images; no text can contain this."""
 SUPPORT_KEY = FIELD.encode()
-MOST_ALTERNATIVES = 100
-"""Ids of a support that are asked for as alternatives: each takes the engine a hundred bytes of JSON, and a token with
-100 of them twice the time."""
-TIES = 8
-"""Ids that top-k may leave beyond its number: all with the last one's logit."""
 NO_PARAMETERS: Json = {"type": "object", "properties": {}}
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
@@ -298,59 +292,19 @@ def without_thinking(raw: bytes) -> bytes:
     return orjson.dumps(reply)
 
 
-def truncates(sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Return whether a call leaves out a part of the vocabulary; a greedy call has no other id to leave out.
-
-    Args:
-        sampling: The call's parameters; those of other types are refused by the engine.
-        defaults: The engine's, for parameters that are absent or None.
-    """
-    for name, acts in TRUNCATING.items():
-        value = sampling.get(name)
-        if value is None:
-            value = defaults.get(name)
-        if isinstance(value, int | float) and acts(value):
-            temperature = sampling.get("temperature")
-            return (defaults.get("temperature") if temperature is None else temperature) != 0
-    return False
-
-
-def support_request(call: Call, defaults: Mapping[str, Any], most: int, num_alternatives: int) -> Json:
-    """Return the fields by which a reply says which ids could be sampled at each token.
-
-    An engine with our plug-in says it beside the logprobs. Another one can name the most likely alternatives by their
-    ids, where the client does not get them by their texts.
-
-    Args:
-        call: The call, whose sampling leaves out a part of the vocabulary.
-        defaults: The engine's parameters, for those that the call does not set; a top-k bounds the number of ids.
-        most: Most ids of a token.
-        num_alternatives: Most alternatives that the engine may be asked for; 0 with our plug-in.
-    """
-    top_k = call.body.get("top_k")
-    top_k = defaults.get("top_k") if top_k is None else top_k
-    wanted = min(most, top_k + TIES) if isinstance(top_k, int) and top_k > 0 else most
-    fields: Json = {"vllm_xargs": {FIELD: wanted}}
-    alternatives = min(wanted, num_alternatives, MOST_ALTERNATIVES)
-    if alternatives and not call.wants_logprobs:
-        name = "top_logprobs" if call.dialect.engine_route == CHAT_ROUTE else "logprobs"
-        fields |= {name: alternatives, "return_tokens_as_token_ids": True}
-    return fields
-
-
-def request(call: Call, place: CallPlace, *, returns_routing: bool, support: Json) -> Json:
+def request(call: Call, place: CallPlace, *, returns_routing: bool) -> Json:
     """Return the request of a call, with the options that capture needs, for `dumps`."""
     body = dict(call.body)
     if call.dialect.engine_route != CHAT_ROUTE:
         logprobs = body.get("logprobs")
-        return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs} | support
+        return body | {"return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs} | call.engine_fields
     if call.messages:
         body["messages"] = orjson.Fragment(call.messages_json)
     # vLLM refuses both of these; capture's options must not change that error.
     is_refused = not body.get("messages") or (body.get("top_logprobs") and not body.get("logprobs"))
     if not is_refused:
         body |= FORCED
-        body |= support
+        body |= call.engine_fields
     if call.images:
         body |= _with_images(call, place)
     elif place.prompt is not None:

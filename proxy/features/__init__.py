@@ -14,6 +14,7 @@ from proxy.features.consent.marks import ConsentStep
 from proxy.features.consent.redaction import Redaction
 from proxy.features.consent.settings import ConsentSettings
 from proxy.features.dropped import Dropped
+from proxy.features.experts import Experts
 from proxy.features.feedback.settings import FeedbackSettings
 from proxy.features.limits import CallLimits
 from proxy.features.limits.settings import LimitSettings
@@ -22,13 +23,24 @@ from proxy.features.prices import Prices, PriceSettings
 from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
 from proxy.features.sleep.settings import SleepSettings
+from proxy.features.supports import Supports, SupportSettings
 from proxy.settings import ProxySettings
 
 if TYPE_CHECKING:
     from proxy.reload.parts import ReloadParts
     from proxy.services import Beside
 
-STEPS: tuple[type[CallStep], ...] = (CallLimits, Dropped, ConsentStep, Redaction, Resumed, PinStep, Prices)
+STEPS: tuple[type[CallStep], ...] = (
+    CallLimits,
+    Dropped,
+    ConsentStep,
+    Redaction,
+    Resumed,
+    PinStep,
+    Supports,
+    Experts,
+    Prices,
+)
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
@@ -47,6 +59,7 @@ ROUTES: tuple[str, ...] = (
 
 class Settings(
     SleepSettings,
+    SupportSettings,
     ArmSettings,
     ConsentSettings,
     PinSettings,

@@ -23,7 +23,6 @@ from proxy.settings import ProxySettings
 from proxy.writer.frames import Link, frame
 from proxy.writer.process import BatchReport, Job, MakeRowStep, NewTurn, Setup, Work
 from turnwise.errors import StoreUnavailable
-from turnwise.features.experts import EXPERTS
 from turnwise.store import keys, rows
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection
@@ -137,8 +136,7 @@ class Writer:
             if outcome != turn.outcome:
                 turn.outcome = Outcome(outcome)
             turn.reason, turn.chain_id = reason, chain_id
-            if problems and EXPERTS in problems:
-                self._metrics.unreadable_routing.labels(problems[EXPERTS]).inc()
+            turn.problems = problems or {}
         first_id: str = stored[0][0]
         return first_id == turns[0].turn_id
 

@@ -84,6 +84,8 @@ class NewTurn(Turn):
     encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the writing process packs as parts, by their names; those that capture has packed are in `parts`."""
+    problems: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Why it is stored without parts that were given, by their names; set once it is stored."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What features add to its row, for what follows its append (`turnwise.store.extensions`)."""
     encoded_prompt: bytes = b""

@@ -11,7 +11,7 @@ import pytest
 from turnwise_fake_engine import Script, running_fake_engine
 from turnwise_fake_engine.sampling import truncated
 
-from proxy.engines.vllm_forms import truncates
+from proxy.features.supports import truncates
 from turnwise.engine_plugin.__main__ import write_plugin
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.features.supports import SUPPORT, as_json, unpack

@@ -1,0 +1,112 @@
+"""Which ids could be sampled at each token: asked of the engine where a call leaves a part of the vocabulary out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from proxy.calls.steps import CallStep
+from turnwise.engine_plugin.supports import FIELD
+from turnwise.sampling import SUPPORT, TRUNCATING
+from turnwise.settings import Settings
+from turnwise.types import Json
+from turnwise.verify.engine import CHAT_ROUTE
+
+if TYPE_CHECKING:
+    from proxy.calls.capture import Running
+    from proxy.dialects.base import Call
+    from proxy.services import Services
+    from proxy.settings import ProxySettings
+    from proxy.writer.process import NewTurn
+
+NAME = FIELD.encode()
+MOST_ALTERNATIVES = 100
+"""Ids of a support that are asked for as alternatives: each takes the engine a hundred bytes of JSON, and a token with
+100 of them twice the time."""
+TIES = 8
+"""Ids that top-k may leave beyond its number: all with the last one's logit."""
+
+
+class SupportSettings(Settings):
+    """What calls ask of the ids that could be sampled."""
+
+    support_ids: int = Field(default=4096, ge=0)
+    """Most ids that top-k, top-p and min-p may leave to sample from at a token that is trained; a token with more is
+    not. 0 asks the engine for none, and such calls are not trained. An engine without Turnwise's plug-in is asked for
+    at most its --max-logprobs and 100."""
+
+
+class Supports(CallStep):
+    """Asks for the support of calls that are sampled from a part of the vocabulary."""
+
+    def __init__(self, services: Services) -> None:
+        assert isinstance(services.settings, SupportSettings)
+        self._most = services.settings.support_ids
+        self._with_plugin: set[str] = set()
+        """The URLs of engines one of whose replies had supports, which our plug-in adds."""
+
+    @classmethod
+    def is_on(cls, settings: ProxySettings) -> bool:
+        return isinstance(settings, SupportSettings) and settings.support_ids > 0
+
+    def sent(self, running: Running) -> None:
+        call, lane = running.call, running.lane
+        assert lane is not None
+        engine = lane.engine
+        # `logprob_token_ids` take the place of alternatives.
+        if truncates(call.body, engine.defaults) and not call.body.get("logprob_token_ids"):
+            alternatives = 0 if engine.url in self._with_plugin else engine.max_logprobs
+            call.engine_fields |= support_request(call, engine.defaults, self._most, alternatives)
+            running.kept[Supports] = True
+
+    def built(self, running: Running, turns: list[NewTurn]) -> None:
+        if Supports not in running.kept:
+            return
+        for turn in turns:
+            turn.given[SUPPORT] = ()
+        assert running.lane is not None
+        url = running.lane.engine.url
+        if url not in self._with_plugin and any(NAME in piece for turn in turns for piece in turn.encoded_logprobs):
+            self._with_plugin.add(url)
+
+
+def truncates(sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Return whether a call leaves out a part of the vocabulary; a greedy call has no other id to leave out.
+
+    Args:
+        sampling: The call's parameters; those of other types are refused by the engine.
+        defaults: The engine's, for parameters that are absent or None.
+    """
+    for name, acts in TRUNCATING.items():
+        value = sampling.get(name)
+        if value is None:
+            value = defaults.get(name)
+        if isinstance(value, int | float) and acts(value):
+            temperature = sampling.get("temperature")
+            return (defaults.get("temperature") if temperature is None else temperature) != 0
+    return False
+
+
+def support_request(call: Call, defaults: Mapping[str, Any], most: int, num_alternatives: int) -> Json:
+    """Return the fields by which a reply says which ids could be sampled at each token.
+
+    An engine with our plug-in says it beside the logprobs. Another one can name the most likely alternatives by their
+    ids, where the client does not get them by their texts.
+
+    Args:
+        call: The call, whose sampling leaves out a part of the vocabulary.
+        defaults: The engine's parameters, for those that the call does not set; a top-k bounds the number of ids.
+        most: Most ids of a token.
+        num_alternatives: Most alternatives that the engine may be asked for; 0 with our plug-in.
+    """
+    top_k = call.body.get("top_k")
+    top_k = defaults.get("top_k") if top_k is None else top_k
+    wanted = min(most, top_k + TIES) if isinstance(top_k, int) and top_k > 0 else most
+    fields: Json = {"vllm_xargs": {FIELD: wanted}}
+    alternatives = min(wanted, num_alternatives, MOST_ALTERNATIVES)
+    if alternatives and not call.wants_logprobs:
+        name = "top_logprobs" if call.dialect.engine_route == CHAT_ROUTE else "logprobs"
+        fields |= {name: alternatives, "return_tokens_as_token_ids": True}
+    return fields
