@@ -6,6 +6,7 @@ Le Roux et al. 2025 (arXiv:2503.14286).
 from __future__ import annotations
 
 import torch
+from pydantic import field_validator
 from torch import Tensor
 
 from trainer.algorithms.grpo import PolicyGradient
@@ -21,6 +22,16 @@ class TOPR(PolicyGradient):
     class Settings(PolicyGradient.Settings):
         aggregation: Aggregation = "session_mean"
         """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
+
+        @field_validator("correction")
+        @classmethod
+        def _has_the_ratio_itself(cls, value: str | None) -> str | None:
+            if value is not None:
+                raise ValueError(
+                    f"topr weighs by the ratio to what sampled itself, and correction={value!r} would weigh by it "
+                    "once more: leave `correction` out"
+                )
+            return value
 
     settings: Settings
 

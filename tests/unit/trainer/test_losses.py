@@ -139,6 +139,12 @@ def test_topr_keeps_good_samples_whole_and_tapers_bad_ones_by_hand():
     close(topr.topr(logprobs, log_ratio, tensor([1.0, -1.0, -1.0])), [2.0, -0.5, -2.0])
 
 
+@pytest.mark.parametrize("correction", ["tis", "mis", "sequence_tis", "sequence_mis"])
+def test_topr_takes_no_correction_because_its_loss_has_the_ratio_itself(correction):
+    with pytest.raises(ValueError, match=f"correction='{correction}' would weigh by it once more"):
+        algorithm("topr", correction=correction)
+
+
 def test_the_kl_in_the_reward_is_summed_over_the_rest_of_the_chain_by_hand():
     """Divergences 1, 2 and 4: the sums are 3 and 2 in chain 0, and 4 in chain 1; coefficient 0.5."""
     tokens = of_chains(reference=tensor([-2.0, -3.0, -5.0]))
