@@ -127,34 +127,10 @@ class ChatTemplate:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def reply_ids(self, messages: Sequence[Json], reply: str, tools: Any, arguments: Json) -> list[int]:
-        """Return the tokens of a reply that a person wrote, its end of turn included, as they would be sampled.
-
-        Raises:
-            Unsafe: when the template does not render the reply after its own generation prompt.
-        """
-        prompt = self.render(messages, tools, arguments, generate=True)
-        whole = self.render([*messages, {"role": "assistant", "content": reply}], tools, arguments, generate=False)
-        sampled = whole[len(prompt) :]
-        if not whole.startswith(prompt) or reply.strip() not in sampled:
-            raise Unsafe("template_unsafe")
+    def until_end(self, sampled: str) -> str:
+        """Return a reply up to the last end of a turn in it; all of it without one."""
         ends = [sampled.rfind(end) + len(end) for end in self._ends.values() if end in sampled]
-        sampled = sampled[: max(ends, default=len(sampled))]
-        before, ids = self.tokenise(prompt), self.tokenise(prompt + sampled)
-        return ids[len(before) :] if ids[: len(before)] == before else self.tokenise(sampled)
-
-    def hinted_ids(self, messages: Sequence[Json], hint: str, tools: Any, arguments: Json) -> list[int]:
-        """Return the prompt of these messages with a hint of the user after the last one.
-
-        Raises:
-            Unsafe: when the template refuses the conversation.
-        """
-        last = messages[-1]
-        if last.get("role") == "user" and isinstance(last.get("content"), str):
-            hinted = [*messages[:-1], {**last, "content": f"{last['content']}\n\n{hint}"}]
-        else:
-            hinted = [*messages, {"role": "user", "content": hint}]
-        return self.tokenise(self.render(hinted, tools, arguments, generate=True))
+        return sampled[: max(ends, default=len(sampled))]
 
     @functools.cached_property
     def longest_tokens(self) -> LongestTokens:

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.dialects.base import template_arguments
+from proxy.features.feedback.prompts import hinted_ids, reply_ids
 from proxy.features.feedback.settings import FeedbackRewards, FeedbackSettings
 from proxy.routes.control import (
     Body,
@@ -287,7 +288,7 @@ def _reply_ids(template: ChatTemplate | None, turn: Turn, text: str) -> list[int
         reason = "the proxy has no tokenizer" if template is None else "its prompt is not a conversation"
     else:
         try:
-            return template.reply_ids(turn.messages, text, turn.tools, template_arguments(turn.sampling))
+            return reply_ids(template, turn.messages, text, turn.tools, template_arguments(turn.sampling))
         except Unsafe:
             reason = "the chat template does not render it after its own generation prompt"
     raise InvalidRequest(
@@ -306,7 +307,7 @@ def hint_of(template: ChatTemplate | None, view: TurnView, text: str) -> Json | 
     prompt = view.prompt_token_ids
     try:
         hinted = np.array(
-            template.hinted_ids(view.messages, text, view.tools, template_arguments(view.turn.sampling)), np.int32
+            hinted_ids(template, view.messages, text, view.tools, template_arguments(view.turn.sampling)), np.int32
         )
     except Unsafe:
         return None
