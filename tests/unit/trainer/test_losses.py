@@ -9,6 +9,7 @@ from trainer.algorithms import cispo, dppo, grpo, gspo, masked_is, sapo, topr
 from trainer.algorithms.algorithm import loss_of
 from trainer.batch import ratios
 from trainer.batch.ratios import ImportanceRule, TrainedTokens, ratio_of
+from turnwise.errors import SettingsError
 
 LN2 = math.log(2.0)
 
@@ -141,7 +142,7 @@ def test_topr_keeps_good_samples_whole_and_tapers_bad_ones_by_hand():
 
 @pytest.mark.parametrize("correction", ["tis", "mis", "sequence_tis", "sequence_mis"])
 def test_topr_takes_no_correction_because_its_loss_has_the_ratio_itself(correction):
-    with pytest.raises(ValueError, match=f"correction='{correction}' would weigh by it once more"):
+    with pytest.raises(SettingsError, match=f"correction='{correction}' would weigh by it once more"):
         algorithm("topr", correction=correction)
 
 
