@@ -28,8 +28,8 @@ from rollouts import SIZES, write_model
 from safetensors.torch import load_file
 from turnwise_fake_engine.tokens import write_tokenizer
 
+from trainer.features import Settings
 from trainer.publish.weight_server import WeightServer
-from trainer.settings import TrainerSettings
 from turnwise.engine_plugin import BACKEND
 from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
@@ -62,7 +62,7 @@ def measure_publish(directory: Path, *, is_small: bool, engine: str) -> dict[str
     model = written_model(directory, is_small)
     with serving(directory, model, engine, Path("publish")) as (_, proxy_url, database, kind):
         weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
-        server = WeightServer(TrainerSettings())
+        server = WeightServer(Settings())
         with database.write() as connection:
             notices.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
         watched, updates = Watched(), list[tuple[float, float]]()

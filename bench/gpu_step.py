@@ -14,10 +14,10 @@ from rollouts import SIZES, advantages, play, read, write_model
 from training import operations_of, peak_operations
 
 from trainer.batch.batch import build
+from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
-from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.store.database import Database
 
@@ -51,7 +51,7 @@ def gradient_differences() -> dict[str, float]:
         def gradient(device: str, dtype: str, attention: str) -> torch.Tensor:
             settings: dict[str, Any] = {"device": device, "dtype": dtype, "attention": attention}
             settings |= {"model": model, "max_logprob_gap": float("inf")}
-            policy = Policy(TrainerSettings(**settings))
+            policy = Policy(Settings(**settings))
             policy.load(0)
             agent = PolicyAgent(policy, policy.spec)
             batch = build(chains, advantages(chains), policy_version=0)
@@ -72,10 +72,10 @@ def gradient_differences() -> dict[str, float]:
 def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
     """Return the figures of a model with random weights."""
     with made(size_name, num_sessions=num_sessions) as (model, chains):
-        policy = Policy(TrainerSettings(model=model))
+        policy = Policy(Settings(model=model))
         policy.load(0)
-    agent = PolicyAgent(policy, TrainerSettings(max_logprob_gap=float("inf")))
-    optimizer = make_optimizer(policy.parameters(), TrainerSettings())
+    agent = PolicyAgent(policy, Settings(max_logprob_gap=float("inf")))
+    optimizer = make_optimizer(policy.parameters(), Settings())
     batch = build(chains, advantages(chains), policy_version=0)
     members = range(len(batch.experiences))
     rows = agent.rows(batch, members)

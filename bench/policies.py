@@ -33,10 +33,9 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from trainer.claims.claims import Claims
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.model.agent import PolicyAgent
 from trainer.policies import Policies
-from trainer.settings import TrainerSettings
 from trainer.update import Updates
 from trainer.versions.state import Commits
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
@@ -85,7 +84,7 @@ def train(num_policies: int, scratch: Path) -> dict[str, Any]:
     for part, (owner, names) in PARTS.items():
         for name in names:
             setattr(owner, name, _timed(getattr(owner, name), part, seconds))
-    settings = TrainerSettings(
+    settings = Settings(
         database=f"sqlite:///{scratch}/ledger.db",
         model=str(scratch / "model"),
         policies_dir=scratch / "policies",
@@ -98,7 +97,7 @@ def train(num_policies: int, scratch: Path) -> dict[str, Any]:
         progress=False,
         max_logprob_gap=10.0,  # all batches were sampled by version 0
     )
-    policies = Policies(settings, terms=TERMS)
+    policies = Policies(settings, features=FEATURES)
     began = time.monotonic()
     policies.learn()
     wall = time.monotonic() - began

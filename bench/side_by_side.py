@@ -109,13 +109,13 @@ def play_trl(model: Path, out: Path, given: argparse.Namespace) -> Observed:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from trainer.features import Settings
     from trainer.model.loading import LORA_ALPHA
-    from trainer.settings import TrainerSettings
 
     torch.set_num_threads(given.threads)
     recipe = find_recipe(RECIPE)
     settings = tomllib.loads((recipe / "small.toml").read_text(encoding="utf-8"))
-    ours = TrainerSettings(model=str(model), **settings["trainer"] | changed_settings(given))
+    ours = Settings(model=str(model), **settings["trainer"] | changed_settings(given))
     of_recipe = {"file": str(recipe / "recipe.py"), "options": settings["demo"]["options"]}
 
     def task(split: Any, number: int) -> RecipeTask:

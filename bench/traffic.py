@@ -35,11 +35,11 @@ from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
 from trainer.batch.advantages import moved_on
 from trainer.batch.selection import SelectionRule
-from trainer.checks import sentinels
 from trainer.claims import claims as trainer_source
-from trainer.claims.claims import Claims, Rewind
+from trainer.claims.claims import Claims
+from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
-from trainer.settings import TrainerSettings
+from trainer.features import FEATURES, Settings, sentinels
 from turnwise.features.arms import held_out_arms
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
@@ -61,7 +61,7 @@ CHANCES = {"v0": np.array([0.3, 0.4, 0.2, 0.1])}
 ANCESTRY: dict[int, tuple[int, ...]] = {0: (0,)}
 """The versions that each version's weights came from, as checkpoints hold them."""
 RATE = 3.0  # step of the logits a batch
-RULE = TrainerSettings(groups_per_batch=8, wait_seconds=None, max_versions_in_flight=None)
+RULE = Settings(groups_per_batch=8, wait_seconds=None, max_versions_in_flight=None)
 MOST_ATTEMPTS, STOP_SECONDS = 6000, 600.0
 TOOLS = [{"type": "function", "function": {"name": "refund", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -178,7 +178,7 @@ class Learner(threading.Thread):
     def __init__(self, month: Month, url: str, directory: Path) -> None:
         super().__init__(daemon=True)
         self._month, self._directory = month, directory
-        self._source = Claims(Database(url), RULE)
+        self._source = Claims(Database(url), RULE, holds=FEATURES.holds)
         last = self._source.last_update()
         self.version, self._updates = (0, 0) if last is None else (last.policy_version, last.update_id)
         self._source.open(PolicyVersion(version=0, path=str(directory / "v0")), self.version)

@@ -27,9 +27,9 @@ import transformers
 from rollouts import SIZES, advantages, play, read, write_model
 
 from trainer.batch.batch import Batch, Row, build
+from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.store.database import Database
 
 FEWER_TOKENS = 0.8
@@ -75,7 +75,7 @@ class Bench:
         self._size = SIZES[given.size]
         self._scratch = scratch
         write_model(scratch / "model", self._size, max(given.turns))
-        self.policy = Policy(TrainerSettings(model=str(scratch / "model"), device=given.device))
+        self.policy = Policy(Settings(model=str(scratch / "model"), device=given.device))
         self.policy.load(0)
         self._database = Database(f"sqlite:///{scratch}/ledger.db")
         self._database.upgrade()
@@ -84,8 +84,8 @@ class Bench:
         """Return the measurements for one length of session."""
         play(self._database, self._size, self._given.sessions, num_turns)
         chains, turns = (_batch(read(self._database, num_turns, merge)) for merge in ("chain", "turn"))
-        merged_rows, merged = self._ours(chains, TrainerSettings(row_tokens=self._given.row_tokens))
-        _, by_turn = self._ours(turns, TrainerSettings(row_tokens=1))
+        merged_rows, merged = self._ours(chains, Settings(row_tokens=self._given.row_tokens))
+        _, by_turn = self._ours(turns, Settings(row_tokens=1))
         candidates = {MERGED: merged, BY_TURN: by_turn}
         if num_turns in self._given.trl_turns:
             candidates |= self._trl(chains, turns)
@@ -109,7 +109,7 @@ class Bench:
         """Close the ledger."""
         self._database.close()
 
-    def _ours(self, batch: Batch, rule: TrainerSettings) -> tuple[Sequence[Row], Candidate]:
+    def _ours(self, batch: Batch, rule: Settings) -> tuple[Sequence[Row], Candidate]:
         agent = PolicyAgent(self.policy, rule)
         members = range(len(batch.experiences))
         rows = agent.rows(batch, members)

@@ -19,7 +19,7 @@ import torch
 
 import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
-from trainer.features import TERMS
+from trainer.features import FEATURES
 from trainer.model.agent import NO_SHARDED_CRITIC
 from trainer.model.optimizer import check_optimizer
 from trainer.parallel import World, leave_world
@@ -47,7 +47,7 @@ def run(settings: TrainerSettings) -> int:
         check_startable(settings)
         for handler in logging.getLogger().handlers:
             handler.addFilter(PolicyNames())
-        trained = Policies(settings, _optional_recorders, TERMS)
+        trained = Policies(settings, _optional_recorders, FEATURES)
         with contextlib.closing(trained), _stopped_by_signals(trained):
             trained.learn()
     finally:

@@ -15,15 +15,14 @@ import logging
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from trainer.claims.ledger import StopFlag, UpdateIds
 from trainer.model.model import Policy
-from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
-from trainer.train import Recorder, Shared, Training, make_parts
+from trainer.train import Features, Recorder, Shared, Training, make_parts
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
 from turnwise.store import notices, policies
@@ -66,19 +65,21 @@ class Policies:
         self,
         settings: TrainerSettings,
         recorders: Callable[[TrainerSettings], list[Recorder]] = lambda _: [],
-        terms: Sequence[type[Term]] = (),
+        features: Features = Features(),  # noqa: B008  it is frozen
     ) -> None:
         """Prepare the default policy's training under these settings; nothing is loaded yet.
 
         The settings of the other policies differ in names and directories alone. `recorders` makes a policy's
-        recorders from its settings, besides the file in its directory. `terms` are those of features.
+        recorders from its settings, besides the file in its directory. `features` stand beside the core.
         """
         self._settings = settings
         self._recorders = recorders
-        self._terms = terms
+        self._features = features
         self._stopped = StopFlag()
         db = Database(settings.database.get_secret_value())
-        self._shared = Shared(db=db, model=Policy(settings, terms), update_ids=UpdateIds(), stopped=self._stopped)
+        self._shared = Shared(
+            db=db, model=Policy(settings, features.terms), update_ids=UpdateIds(), stopped=self._stopped
+        )
         self.trainings: list[Training] = []
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
@@ -135,9 +136,9 @@ class Policies:
     def _training(self, policy: NamedPolicy | None) -> Training:
         settings = settings_of(self._settings, policy)
         parts = make_parts(
-            settings, policy, self._shared, has_buffer=settings.workflow == "off_policy", terms=self._terms
+            settings, policy, self._shared, has_buffer=settings.workflow == "off_policy", features=self._features
         )
-        training = Training(*parts, settings=settings)
+        training = Training(*parts, settings=settings, features=self._features)
         if settings.multi_devices and policy is None:
             training.divide()
         if settings.compile:

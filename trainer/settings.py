@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,26 +20,6 @@ from turnwise.settings import FromJson
 from turnwise.types import Json, PolicyKind, Role
 from turnwise.version_directory import weight_files
 
-Sentinel = Literal[
-    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
-]
-"""`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
-`failed_calls`: of tool results that report an error or that the call was refused. `questions`: of replies that end with
-a question mark. `refusals`: of replies that decline, in English. `repeats`: of replies that repeat an earlier one of
-the session. `empty`: of replies that are empty or cut. `given_up`: sessions that expired, of those that calls name.
-`length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence
-a token of the weights from what sampled their batch, of the version's own update."""
-BOUNDS: Mapping[Sentinel, float] = {
-    "broken_calls": 0.1,
-    "failed_calls": 0.2,
-    "questions": 0.2,
-    "refusals": 0.2,
-    "repeats": 0.2,
-    "empty": 0.1,
-    "given_up": 0.2,
-    "length": 1.0,
-}
-"""What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6, 1e-5)}
 """Default of `learning_rate` for a model below a number of parameters: for all weights, and for an adapter."""
 
@@ -87,11 +66,6 @@ class TrainerSettings(SelectionRule):
     """Train a stalled group without its missing sessions, or drop it."""
     train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
-    tenant_trained_tokens_per_day: int | None = Field(default=None, ge=1)
-    """Tokens that the named policies of one tenant may train in a UTC day. Then their training waits for the next."""
-    tenant_policy_bytes: int | None = Field(default=None, ge=1)
-    """Bytes that the versions and states of the named policies of one tenant may take on disk. Above it their training
-    waits."""
 
     # When training waits
     max_versions_in_flight: int | None = Field(default=4, ge=1)
@@ -101,12 +75,6 @@ class TrainerSettings(SelectionRule):
     max_staleness: int | None = Field(default=None, ge=0)
     """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
     policy; None drops nothing."""
-    when_failed: Literal["go_back", "go_on"] = "go_back"
-    """When a version that the weights came from failed (refused by the publishing gate, rolled back, or not loaded):
-    `go_back` to the weights before it, or `go_on` from the weights as they are."""
-    when_pinned: Literal["wait", "train_pinned"] = "wait"
-    """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
-    version's weights and train from there. Neither drops groups."""
 
     # How a batch is trained
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -177,20 +145,6 @@ class TrainerSettings(SelectionRule):
     max_logprob_gap: float = Field(default=0.1, gt=0)
     """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
     sampled them. If nearly all groups are over it, the training stops."""
-    gate_sessions: int = Field(default=0, ge=0)
-    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward,
-    and on as many with the label `golden` or `failure`. 0 publishes every version."""
-    gate_drop: float = Field(default=0.02, gt=0)
-    """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
-    or by which those of bad ones may gain on them."""
-    gate_good_reward: float = 1.0
-    """Held-out sessions with at least this reward are good."""
-    gate_bad_reward: float = 0.0
-    """Held-out sessions with at most this reward are bad."""
-    sentinels: Annotated[dict[Sentinel, float], FromJson] = Field(default_factory=lambda: dict(BOUNDS))
-    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
-    `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
-    watched; {} watches none."""
 
     # Versions on disk and in engines
     checkpoint_every: int = Field(default=1, ge=1)

@@ -25,8 +25,8 @@ from trainer.batch.batch import trained_turns
 from trainer.batch.ratios import finite
 from trainer.batch.selection import TOO_LONG, Selection
 from trainer.checks.gap import GapCheck, Verdicts
-from trainer.checks.gate import Gate
-from trainer.claims.claims import Claims, Rewind
+from trainer.claims.claims import Claims
+from trainer.claims.holds import Hold, PublishingGate, Rewind
 from trainer.claims.ledger import ClaimedBatch, StopFlag, UpdateIds
 from trainer.evaluate import Evaluator
 from trainer.model.agent import PolicyAgent
@@ -56,6 +56,15 @@ Scalars = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What stands beside the core, in the order in which it is asked; by default nothing."""
+
+    terms: tuple[type[Term], ...] = ()
+    holds: tuple[type[Hold], ...] = ()
+    gates: tuple[type[PublishingGate], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """The parts that the policies of one process share."""
 
@@ -77,10 +86,10 @@ def make_parts(
     shared: Shared | None = None,
     *,
     has_buffer: bool,
-    terms: Sequence[type[Term]] = (),
+    features: Features = Features(),
 ) -> Parts:
     """Make the parts of a policy's training from its settings."""
-    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings, terms))
+    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings, features.terms))
     claims = Claims(
         shared.db,
         settings,
@@ -90,9 +99,10 @@ def make_parts(
         update_ids=shared.update_ids,
         stopped=shared.stopped,
         terms=shared.model.terms,
+        holds=features.holds,
     )
     needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
-    reference = Policy(settings, terms) if needs_reference else None
+    reference = Policy(settings, features.terms) if needs_reference else None
     critic = Critic(shared.model) if settings.algorithm.needs_values else None
     learner = PolicyAgent(shared.model, settings, reference, critic)
     buffers = [ReplayBuffer(claims, settings)] if has_buffer else []
@@ -111,6 +121,7 @@ class Training:
         buffer: ReplayBuffer | None = None,
         *,
         settings: TrainerSettings,
+        features: Features = Features(),
     ) -> None:
         """Put claimed groups into the buffer, and sample batches from it; None trains the claimed groups themselves."""
         is_sample = buffer is not None
@@ -125,7 +136,7 @@ class Training:
         self.states = States(learner, self.checkpoints, optimizer, settings)
         gap_check = GapCheck(learner, self.checkpoints, settings)
         self.updates = Updates(self.claims, learner, gap_check, settings, is_sample=is_sample)
-        self.gate = Gate(self.claims.regression_set, learner, settings) if settings.gate_sessions else None
+        self.gates = [gate(claims, learner) for gate in features.gates if gate.is_on(settings)]
         self.commits = Commits(self.claims, learner, self.checkpoints, settings, keeps_refused=is_sample)
         self._fitting = Verdicts()
         self._too_large: tuple[str, ...] = (OUT_OF_MEMORY,)
@@ -321,9 +332,10 @@ class Training:
         metrics |= left_out_gauges(claimed, selection, turn_ids, self.settings)
         metrics |= {"num_updates": num_steps, "seconds": trained_at - started}
         refusal = None
-        if self.gate is not None:
-            gauges, refusal = self.gate.check(state.progress.policy_version)
+        for gate in self.gates:
+            gauges, why = gate.why_unpublished(state.progress.policy_version)
             metrics |= gauges
+            refusal = refusal or why
         version = self.commits.next_version(state)
         probe = self.commits.with_base(probe_of(state.policy, selection.trained()))
         weights = self.learner.policy.trained_state()

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from trainer.claims.claims import Claims
 from trainer.evaluate import Evaluator
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.model.agent import PolicyAgent
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
@@ -34,7 +34,7 @@ class RLWorkflow(Training):
     def build_from_config(cls, config: Config, enable_multi_devices: bool = False, enable_jit: bool = True) -> Self:
         settings = as_settings(config)
         make: Callable[..., Self] = cls
-        workflow = make(*make_parts(settings, has_buffer=cls.has_buffer, terms=TERMS), settings)
+        workflow = make(*make_parts(settings, has_buffer=cls.has_buffer, features=FEATURES), settings)
         if enable_multi_devices:
             workflow.enable_multi_devices()
         if enable_jit:
@@ -72,7 +72,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def __init__(
         self, env: Claims, agent: PolicyAgent, optimizer: OptimizerLike, evaluator: Evaluator | None, config: Config
     ) -> None:
-        super().__init__(env, agent, optimizer, evaluator, settings=as_settings(config))
+        super().__init__(env, agent, optimizer, evaluator, settings=as_settings(config), features=FEATURES)
 
 
 class OffPolicyWorkflow(RLWorkflow):
@@ -89,7 +89,9 @@ class OffPolicyWorkflow(RLWorkflow):
         replay_buffer: ReplayBuffer,
         config: Config,
     ) -> None:
-        super().__init__(env, agent, optimizer, evaluator, replay_buffer, settings=as_settings(config))
+        super().__init__(
+            env, agent, optimizer, evaluator, replay_buffer, settings=as_settings(config), features=FEATURES
+        )
         self.replay_buffer = replay_buffer
 
 
@@ -101,4 +103,4 @@ def as_settings(config: Config) -> TrainerSettings:
         from omegaconf import OmegaConf
 
         plain = OmegaConf.to_container(config, resolve=True)
-    return TrainerSettings(**{str(key): value for key, value in plain.items()})
+    return Settings(**{str(key): value for key, value in plain.items()})

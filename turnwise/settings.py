@@ -36,7 +36,7 @@ SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one for each process."""
 MODELS = {
     "proxy": "proxy.features:Settings",
-    "trainer": "trainer.settings:TrainerSettings",
+    "trainer": "trainer.features:Settings",
     "engine": "turnwise.processes.engine_command:EngineSettings",
     "up": "turnwise.processes.stack:UpSettings",
     "run": "turnwise.rollouts.settings:RunSettings",

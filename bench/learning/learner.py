@@ -25,7 +25,7 @@ from examples.demos.plain_agent import load_agent
 from proxy.features import Settings as ProxySettings
 from proxy.features.pins import Pins
 from proxy.sessions.template import load_chat_template
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.default_models import trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
@@ -90,7 +90,7 @@ class Run:
         values = {"database": url, "model": str(model), "policies_dir": directory / "policies"}
         values |= {"progress": False, "wait_seconds": 0.0}
         taught = {"algorithm": {"teachers": list(teachers)}} if teachers else {}
-        settings = TrainerSettings(**merged(DEMO_SETTINGS, recipe.settings, taught, values))
+        settings = Settings(**merged(DEMO_SETTINGS, recipe.settings, taught, values))
         workflow = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
         self.workflow = workflow.build_from_config(settings, enable_jit=False)
         self.state = self.workflow.setup(seed)

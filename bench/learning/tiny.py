@@ -30,8 +30,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from proxy.features import Settings as ProxySettings
 from proxy.features.pins import Pins
 from proxy.features.supports import truncates
+from trainer.features import Settings
 from trainer.model.loading import model_class, read_config
-from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.features.supports import SUPPORT, pack
@@ -95,7 +95,7 @@ class TinyRun:
         self.db.upgrade()
         model = model or make_model(directory / "model", seed)
         values = {"database": url, "model": str(model), "policies_dir": directory / "policies"}
-        config = TrainerSettings(**merged(SETTINGS, settings, values))
+        config = Settings(**merged(SETTINGS, settings, values))
         workflow = OffPolicyWorkflow if config.workflow == "off_policy" else OnPolicyWorkflow
         self.workflow = workflow.build_from_config(config, enable_jit=False)
         self.state = self.workflow.setup(seed)

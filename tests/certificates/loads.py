@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from trainer.features import Settings
 from trainer.model.loading import check_trainable, read_config
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.errors import TurnwiseError
 from turnwise.processes.served_model import check_served, cpu_dtype_of
 from turnwise.types import PolicyKind
@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 def change(model: str, kind: PolicyKind, directory: Path) -> tuple[list[int], torch.Tensor]:
     """Write a version with random changes; return a text and the trainer's logprobs of its tokens after the first."""
-    policy = Policy(TrainerSettings(model=model, kind=kind, device="cpu", lora_rank=RANK))
+    policy = Policy(Settings(model=model, kind=kind, device="cpu", lora_rank=RANK))
     policy.load(0)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def change(model: str, kind: PolicyKind, directory: Path) -> tuple[list[int], to
 def _is_possible(model: str, kind: PolicyKind) -> bool:
     try:
         check_served(model, gpu=False, lora=kind is PolicyKind.LORA, dtype=None)
-        check_trainable(read_config(model), TrainerSettings(model=model, kind=kind))
+        check_trainable(read_config(model), Settings(model=model, kind=kind))
     except TurnwiseError:
         return False
     return True

@@ -23,7 +23,7 @@ from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 from examples.demos.plain_agent import load_module
 from examples.demos.report import measure_forgetting
 from examples.demos.trail_formats import FORMATS
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.commands.recipe import find_recipe
 from turnwise.default_models import trail
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
@@ -69,7 +69,7 @@ def test_the_agent_of_a_recipe_plays_a_group_with_its_tool_and_the_recipe_trains
         "progress": False,
         "num_threads": 1,
     }
-    settings = load_settings(TrainerSettings, config=RECIPE / "recipe.toml", section="trainer", overrides=overrides)
+    settings = load_settings(Settings, config=RECIPE / "recipe.toml", section="trainer", overrides=overrides)
     state = train(settings)
     assert (state.progress.policy_version, state.progress.num_groups, state.progress.num_sessions) == (1, 1, 2)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.commands import place as location
 from turnwise.commands import preflight
 from turnwise.commands.place import RunningStack, announced, at_running_proxy, find_running_stack
@@ -333,7 +333,7 @@ def test_an_adapter_is_offered_where_all_weights_are_many_or_share_a_gpu(
     monkeypatch, model, plan, size, chosen, reason
 ):
     monkeypatch.setattr(preflight, "_num_parameters", lambda _: size)
-    assert preflight.lora_offer(plan, model, TrainerSettings(model=model, **chosen)) == reason
+    assert preflight.lora_offer(plan, model, Settings(model=model, **chosen)) == reason
 
 
 class Terminal(io.StringIO):

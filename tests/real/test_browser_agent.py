@@ -19,8 +19,8 @@ from support.engines import running_engine
 from support.forced_browser import SOLVED, TYPED
 from support.servers import serving
 
+from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.features import images
 from turnwise.features.images import PlacedImage, placed_images
 from turnwise.store.database import Database
@@ -92,7 +92,7 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(site,
     assert site.solved == {str(number) for number in range(NUM_TASKS)}
     assert set(site.typed) == {TYPED}
     assert {view.turn.outcome for view in views} == {Outcome.EXACT}
-    policy = Policy(TrainerSettings(model=str(model), device="cpu"))
+    policy = Policy(Settings(model=str(model), device="cpu"))
     policy.load(0)
     with Database(proxy.database_url).read() as conn:
         for view in views:  # each shows one screenshot, of which the trainer makes the pixels that the engine saw

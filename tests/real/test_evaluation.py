@@ -13,7 +13,7 @@ from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import Ledger
 from trainer.evaluate import Evaluator
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
@@ -54,7 +54,7 @@ def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, flo
 
 
 def running(database: Database, program: str, *arguments: str, **changes: object) -> Evaluator:
-    settings = TrainerSettings(evaluation_command=(sys.executable, "-c", program, *arguments), **changes)
+    settings = Settings(evaluation_command=(sys.executable, "-c", program, *arguments), **changes)
     return Evaluator(Ledger(database, settings), settings)
 
 
@@ -83,7 +83,7 @@ def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
     for _ in range(2):
         found = next_process.evaluate(version)
         assert (found["num_sessions"], found["reward_mean"]) == (2, 0.75)
-    read_only = Evaluator(Ledger(database, TrainerSettings()), TrainerSettings())
+    read_only = Evaluator(Ledger(database, Settings()), Settings())
     assert read_only.evaluate(version)["num_sessions"] == 5
     assert read_only.evaluate(version) == {}
 

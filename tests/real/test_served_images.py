@@ -27,8 +27,8 @@ from support.seeing_agents import FORMATS, Reference, SeeingAgent
 from support.served_vision import make_served_model, picture, shown
 
 from trainer.batch.batch import build, pack
+from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise import chains
 from turnwise.features.images import IMAGES, PlacedImage, pack_images, placed_images
 from turnwise.store import rows, schema
@@ -138,7 +138,7 @@ def gradient(policy: Policy, trained: Sequence[chains.Experience], row_tokens: i
 
 
 def loaded(model_dir: Any) -> Policy:
-    policy = Policy(TrainerSettings(model=str(model_dir), device="cpu", vision="all"))
+    policy = Policy(Settings(model=str(model_dir), device="cpu", vision="all"))
     policy.load(0)
     return policy
 

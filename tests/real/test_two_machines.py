@@ -30,9 +30,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from trainer.main import run
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.settings import load_settings
-sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="trainer", overrides={})))
+sys.exit(run(load_settings(Settings, config=Path(sys.argv[1]), section="trainer", overrides={})))
 """
 
 

@@ -53,7 +53,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
     from trainer.claims import claims as trainer_source
     from trainer.claims.claims import Claims
     from trainer.claims.ledger import RunProgress
-    from trainer.settings import TrainerSettings
+    from trainer.features import Settings
     from turnwise.errors import LeaseLost
     from turnwise.store import claims, updates
     from turnwise.store.database import Database
@@ -65,7 +65,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
             "connect",
             lambda connection, _record: connection.create_function("julianday", 1, clock.julian_day),
         )
-    rule = TrainerSettings(
+    rule = Settings(
         trainer_id=name,
         groups_per_batch=GROUPS_PER_BATCH,
         singles_per_group=1,

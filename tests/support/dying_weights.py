@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from trainer.features import Settings
 from trainer.publish import weight_server
 from trainer.publish.weight_server import WeightServer
-from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.channel import Channel
 from turnwise.store import notices
 from turnwise.store.database import Database
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     setattr(owner, name, send_a_part if name == "broadcast" else die)
     weight_server.CHUNK_BYTES = PART_BYTES
     weight_server.SILENCE_SECONDS = 10.0
-    server = WeightServer(TrainerSettings())
+    server = WeightServer(Settings())
     for version in (1, 2):
         server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
     with database.write() as connection:

@@ -19,10 +19,10 @@ from support.experience_factory import experience
 from support.waiting import WAIT_SECONDS
 
 from trainer.batch.batch import build
+from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.parallel import leave_world
-from trainer.settings import TrainerSettings
 
 NUM_STEPS = 3
 _SERVER = multiprocessing.get_context("forkserver")
@@ -73,9 +73,9 @@ def steps(
 ) -> dict[str, Any]:
     """Return losses, gradient norms, logprobs and weights of a few optimizer steps."""
     torch.set_num_threads(1)
-    policy = Policy(TrainerSettings(**{"device": "cpu", **spec}))
+    policy = Policy(Settings(**{"device": "cpu", **spec}))
     policy.compiled = is_compiled
-    made = TrainerSettings(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
+    made = Settings(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
     reference = Policy(policy.spec) if made.algorithm.needs_reference else None
     agent = PolicyAgent(policy, made, reference)
     if is_sharded:

@@ -120,13 +120,13 @@ def dying(stage: str, die: Callable[[], None]) -> tuple[ModuleType | type, str, 
 
 def run_trainer(config: str, *die_at: str) -> int:
     """Run a trainer in this process; return its exit status."""
+    from trainer.features import Settings
     from trainer.main import run
-    from trainer.settings import TrainerSettings
     from turnwise.settings import load_settings
 
     for where in die_at:
         setattr(*dying(where, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    return run(load_settings(TrainerSettings, config=Path(config), section="trainer", overrides={}))
+    return run(load_settings(Settings, config=Path(config), section="trainer", overrides={}))
 
 
 def main() -> None:

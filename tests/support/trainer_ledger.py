@@ -11,9 +11,8 @@ from support.engine_sampling import processed_logits
 from support.tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.policies import Policies
-from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.features.supports import SUPPORT, pack
@@ -147,7 +146,7 @@ def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict
             sessions.end_session(conn, "default", session_id)
 
 
-def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSettings:
+def settings_for(directory: Path, model: Path, **changes: Any) -> Settings:
     """Return the settings of a trainer over `ledger.db` in a directory: small batches, and no wait for more groups."""
     values: dict[str, Any] = {
         "database": f"sqlite:///{directory / 'ledger.db'}",
@@ -160,7 +159,7 @@ def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSetting
         "wait_seconds": 0.0,
         "progress": False,
     }
-    return TrainerSettings(**(values | changes))
+    return Settings(**(values | changes))
 
 
 def write_settings(file: Path, directory: Path, model: Path, **changes: Any) -> Path:
@@ -185,9 +184,9 @@ def new_policy(db: Database, name: str, base: str = "default") -> int:
         return create_policy(conn, "default", name, base)[0].policy_id
 
 
-def train_policies(settings: TrainerSettings, **options: Any) -> dict[int, Any]:
+def train_policies(settings: Settings, **options: Any) -> dict[int, Any]:
     """Train all policies of a ledger in this process until the last batch of each; return their states."""
-    policies = Policies(settings, **{"terms": TERMS} | options)
+    policies = Policies(settings, **{"features": FEATURES} | options)
     try:
         policies.learn()
     except BaseException:
@@ -199,7 +198,7 @@ def train_policies(settings: TrainerSettings, **options: Any) -> dict[int, Any]:
     return policies.states
 
 
-def train(settings: TrainerSettings) -> Any:
+def train(settings: Settings) -> Any:
     """Run a trainer in this process until its last batch; return its state."""
     kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
     workflow = kind.build_from_config(settings, enable_jit=False)

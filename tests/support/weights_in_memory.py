@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from trainer.features import Settings
 from trainer.publish.weight_server import WeightServer
-from trainer.settings import TrainerSettings
 from turnwise.store import notices
 from turnwise.store.database import Database
 
@@ -24,7 +24,7 @@ class WeightsInMemory:
 
 @contextlib.contextmanager
 def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
-    server = WeightServer(TrainerSettings())
+    server = WeightServer(Settings())
     database = Database(database_url)
     try:
         for url in (server.url, None):

@@ -14,13 +14,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from trainer.batch.batch import Batch, build
 from trainer.claims.ledger import RunProgress
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.model import model
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
-from trainer.settings import TrainerSettings
 from trainer.versions.state import State, make_scheduler
 from trainer.workflows import OnPolicyWorkflow
 
@@ -36,13 +35,13 @@ def resume_and_train(
         Weights and moments as they were read, and as they were written.
     """
     torch.set_num_threads(1)
-    policy = Policy(TrainerSettings(**{"device": "cpu", **spec}))
-    agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
+    policy = Policy(Settings(**{"device": "cpu", **spec}))
+    agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
     if is_sharded:
         agent.shard("data")
     agent.load(0, with_weights=start == 0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
-    scheduler = make_scheduler(optimizer, TrainerSettings())
+    scheduler = make_scheduler(optimizer, Settings())
     state = State(progress=RunProgress(seed=0), policy=policy, optimizer=optimizer, scheduler=scheduler)
     checkpoints = Checkpoints(directory, keep=9)
     if start:
@@ -77,8 +76,8 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
         raise AssertionError("the base model is read")
 
     model.load_model = refuse  # type: ignore[assignment]
-    policy = Policy(TrainerSettings(**{"device": "cpu", **spec}))
-    agent = PolicyAgent(policy, TrainerSettings())
+    policy = Policy(Settings(**{"device": "cpu", **spec}))
+    agent = PolicyAgent(policy, Settings())
     agent.shard("data")
     agent.load(0, with_weights=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
@@ -86,7 +85,7 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
         progress=RunProgress(seed=0),
         policy=policy,
         optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, TrainerSettings()),
+        scheduler=make_scheduler(optimizer, Settings()),
     )
     checkpoints = Checkpoints(directory, keep=9)
     group = agent.world.control_group
@@ -110,14 +109,14 @@ def whole_tensors(state: State) -> dict[str, Tensor]:
 
 def refuse_routing(directory: Path, good: list[Any], bad: Any) -> tuple[str | None, Tensor]:
     """Return why a session of another model is refused, and the logprobs of the others."""
-    policy = Policy(TrainerSettings(model=str(directory), device="cpu"), TERMS)
-    agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
+    policy = Policy(Settings(model=str(directory), device="cpu"), FEATURES.terms)
+    agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
     agent.shard("data")
     agent.load(0)
     return policy.why_unfit(bad), torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
 
 
-def train_ledger(settings: TrainerSettings, longest_row: int | None = None) -> int:
+def train_ledger(settings: Settings, longest_row: int | None = None) -> int:
     """Train a ledger; return the number of batches. In one process longer rows do not fit into memory."""
     torch.set_num_threads(1)
     if longest_row is not None:

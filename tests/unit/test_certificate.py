@@ -151,7 +151,7 @@ NO_ANSWER = openai.APITimeoutError(httpx2.Request("POST", "http://127.0.0.1/v1/c
 def test_each_kind_is_tried_and_a_cause_that_is_not_the_model_s_refuses_nothing(
     tmp_path, run_certify, error, verdict, text
 ):
-    from trainer.settings import TrainerSettings
+    from trainer.features import Settings
 
     def play() -> None:
         raise error
@@ -165,7 +165,7 @@ def test_each_kind_is_tried_and_a_cause_that_is_not_the_model_s_refuses_nothing(
     found = Certificate.read(str(model))
     if verdict == "refused":
         with pytest.raises(SettingsError, match=text.split("'")[0]):
-            check_trained(TrainerSettings(model=str(model)))
+            check_trained(Settings(model=str(model)))
     else:
         found.check(PolicyKind.FULL)
 
@@ -181,12 +181,12 @@ def test_every_difference_counts_and_one_that_is_no_number_is_infinite():
 
 
 def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path):
-    from trainer.settings import TrainerSettings
+    from trainer.features import Settings
 
     model = write_weights(tmp_path / "model")
     certificate(model, KindResult("full", refused="version 1: the probe differs")).write(str(model))
     with pytest.raises(SettingsError, match="refused: version 1: the probe differs"):
-        check_trained(TrainerSettings(model=str(model)))
+        check_trained(Settings(model=str(model)))
     assert json.loads((model / FILE).read_text())["kinds"][0]["kind"] == "full"
 
 

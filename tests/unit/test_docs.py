@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.algorithms.loading import provided
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -29,14 +29,14 @@ def written_words() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("settings", [TrainerSettings, *(each.Settings for each in provided().values())])
+@pytest.mark.parametrize("settings", [Settings, *(each.Settings for each in provided().values())])
 def test_every_setting_of_training_is_on_a_page_that_a_person_wrote(settings):
     """The generated table says what a setting is; a page says when to change it."""
     assert settings.model_fields.keys() - written_words() == set()
 
 
 def test_the_trainer_has_few_settings():
-    assert len(TrainerSettings.model_fields) <= 76
+    assert len(Settings.model_fields) <= 76
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,15 +16,14 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 
 from trainer.batch.chain import Chain
-from trainer.checks import sentinels
+from trainer.claims.holds import Hold, Rewind
 from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress, StopFlag, UpdateIds, outlast
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, database, groups, policies, rows, serving, versions
+from turnwise.store import claims, database, groups, rows, serving
 from turnwise.store.database import Connection, Database
-from turnwise.types import Policy, PolicyVersion
-from turnwise.version_directory import num_bytes_on_disk
+from turnwise.types import Policy
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +31,6 @@ LEASE_SECONDS = 60.0
 """How long a claim lasts without renewal. The trainer renews it while it works."""
 POLL_SECONDS = 0.5
 IN_FLIGHT_SECONDS = 120.0
-SENTINEL_SECONDS = 30.0
-MOST_REFUSED = 3
-"""Versions in a row that engines refuse before the training waits for a person."""
 MOST_REFILL_SECONDS = 60.0
 """Longest wait, by default, for groups in the place of those with equal rewards."""
 SMALLEST_PART = 4
@@ -58,6 +54,7 @@ class Claims(Ledger):
         update_ids: UpdateIds | None = None,
         stopped: StopFlag | None = None,
         terms: Sequence[Term] = (),
+        holds: Sequence[type[Hold]] = (),
     ) -> None:
         """Claim for one policy; the other arguments are those of `Ledger`.
 
@@ -66,10 +63,10 @@ class Claims(Ledger):
         """
         super().__init__(db, settings, policy=policy, update_ids=update_ids, stopped=stopped, terms=terms)
         self._with_imported = with_imported
-        self._is_paced = is_paced
+        self.is_paced = is_paced
         self._wait: Wait | None = None
         self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
-        self._checked_at = -math.inf
+        self._holds = [hold(self) for hold in holds]
 
     def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `stop` or a number of seconds.
@@ -89,7 +86,7 @@ class Claims(Ledger):
             if isinstance(held, Rewind):
                 self._wait = None
                 return held
-            self._is_blocked = bool(look.refused) or look.alarm is not None
+            self._is_blocked = look.needs_person
             claim = None
             if wait.is_over(look, held):
                 claim = outlast(self._claiming(self.settings.groups_per_batch, at), self.stopped)
@@ -135,7 +132,7 @@ class Claims(Ledger):
             max_groups=max_groups,
             singles_per_group=self.settings.singles_per_group,
             lease_seconds=LEASE_SECONDS,
-            min_policy_version=at.oldest_trainable(self.settings.max_staleness) if self._is_paced else None,
+            min_policy_version=at.oldest_trainable(self.settings.max_staleness) if self.is_paced else None,
             with_imported=self._with_imported,
             policy_id=self.policy_id,
             held=self.held_groups,
@@ -175,7 +172,12 @@ class Claims(Ledger):
                         change.make(conn)
                 with self.db.read() as conn:
                     look = self._read_look(conn, state, at, now)
-            return self._watch(look) if look.num_filled(self.settings) >= smallest_batch(self.settings) else look
+            if look.num_filled(self.settings) < smallest_batch(self.settings):
+                return look
+            for hold in self._holds:
+                hold.watch()
+            with self.db.read() as conn:
+                return self._held_by(conn, look, at)
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
@@ -183,7 +185,6 @@ class Claims(Ledger):
             return Look(num_ready=0)
 
     def _read_look(self, conn: Connection, state: serving.ServingState, at: RunProgress, now: datetime) -> Look:
-        """Return what the store holds; alarm and quota are read once there is a batch that they could stop."""
         of = self.policy_id
         num_ready, num_singles = claims.num_claimable(
             conn, with_imported=self._with_imported, policy_id=of, held=self.held_groups
@@ -192,16 +193,24 @@ class Claims(Ledger):
         look = Look(
             num_ready=num_ready,
             num_singles=num_singles,
-            pinned=state.pinned_version if self._is_paced else None,
-            oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if self._is_paced else None,
-            failed=versions.failed_versions(conn, at.recent_versions),
-            undone=state.undone,
-            refused=versions.refused_in_a_row(conn, MOST_REFUSED, of),
+            oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if self.is_paced else None,
         )
         if look.num_filled(self.settings) < smallest_batch(self.settings):
-            return dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
-        alarm = None if state.active is None else state.active.alarm
-        return dataclasses.replace(look, alarm=alarm, quota=self._read_quota(conn, now))
+            look = dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
+            return self._asked(conn, state, look, at, [hold for hold in self._holds if not hold.needs_batch])
+        return look
+
+    def _held_by(self, conn: Connection, look: Look, at: RunProgress) -> Look:
+        return self._asked(conn, serving.serving_state(conn, self.policy_id), look, at, self._holds)
+
+    @staticmethod
+    def _asked(
+        conn: Connection, state: serving.ServingState, look: Look, at: RunProgress, holds: Sequence[Hold]
+    ) -> Look:
+        for hold in holds:
+            if (why := hold.why_held(conn, state, at)) is not None:
+                return dataclasses.replace(look, held=why, needs_person=hold.needs_person)
+        return look
 
     def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
         settings, changes = self.settings, []
@@ -210,47 +219,7 @@ class Claims(Ledger):
             changes.append(groups.stalled(idle_before, settings.stalled_policy, now))
         if settings.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=settings.unrewarded_seconds), now))
-        undone = {state.undone, versions.alarmed_versions(conn, state.active)}
-        held = self.held_groups
-        return changes + [claims.undone(conn, each, self.policy_id, held=held) for each in undone if each]
-
-    def _watch(self, look: Look) -> Look:
-        """Return the look with the alarm of the sentinels, which are read and stored now and then."""
-        if time.monotonic() - self._checked_at < SENTINEL_SECONDS:
-            return look
-        with self.db.read() as conn:
-            active = serving.serving_state(conn, self.policy_id).active
-            if active is None:
-                return look
-            alarm = sentinels.check(conn, self.settings.sentinels, self.policy_id)
-        self._checked_at = time.monotonic()
-        if alarm != active.alarm:
-            with self.db.write() as conn:
-                versions.change_version(conn, active.version, alarm=alarm)
-        return dataclasses.replace(look, alarm=alarm)
-
-    def _read_quota(self, conn: Connection, now: datetime) -> str | None:
-        settings, policy = self.settings, self.policy
-        if policy is None:
-            return None
-        whose = f"the policies of tenant {policy.tenant!r}"
-        today = now.replace(hour=0, minute=0, second=0, microsecond=0)
-        if (most_tokens := settings.tenant_trained_tokens_per_day) is not None:
-            num_tokens = policies.trained_tokens_since(conn, policy.tenant, today)
-            if num_tokens >= most_tokens:
-                return (
-                    f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "
-                    "(tenant_trained_tokens_per_day): training waits until 00:00 UTC"
-                )
-        if (most_bytes := settings.tenant_policy_bytes) is not None:
-            own = [one.policy_id for one in policies.list_policies(conn) if one.tenant == policy.tenant]
-            num_bytes = num_bytes_on_disk(each for number in own for each in versions.measured_versions(conn, number))
-            if num_bytes is not None and num_bytes >= most_bytes:
-                return (
-                    f"{whose} take {num_bytes} bytes on disk, of {most_bytes} (tenant_policy_bytes): training waits "
-                    "until the quota is raised, or directories of versions that are not needed are deleted"
-                )
-        return None
+        return [*changes, *(change for hold in self._holds for change in hold.changes(conn, state))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,67 +231,31 @@ class Look:
     num_singles: int = 0
     num_open: int = 0
     """Sessions that have a reward and are not over, read while a batch lacks groups."""
-    pinned: int | None = None
     oldest_in_flight: int | None = None
     """The oldest version that sampled a turn of an open group; None without one."""
-    failed: frozenset[int] = frozenset()
-    undone: range = range(0)
-    """The versions that a person undid by a choice of the version before them, without a pin."""
-    refused: Sequence[PolicyVersion] = ()
-    alarm: str | None = None
-    quota: str | None = None
-    """The sentinel that is beyond its bound, and the quota that is used up, with their numbers."""
+    held: str | Rewind | None = None
+    """Why a feature holds the training, or to which version it goes back first."""
+    needs_person: bool = False
 
     def num_filled(self, settings: TrainerSettings) -> int:
         return self.num_ready + self.num_singles // settings.singles_per_group
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rewind:
-    """The request to go on from another version's weights."""
-
-    version: int
-    reason: str
-
-
 def why_held(look: Look, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
-    if look.refused:
-        return (
-            f"engines refused the last {len(look.refused)} versions, so training waits: {look.refused[0].error}. Mend "
-            f"the cause, then load one again: turnwise policies activate {look.refused[0].version}"
-        )
-    if look.alarm is not None or look.quota is not None:
-        return look.alarm or look.quota
-    if any(version in look.undone for version in at.recent_versions):
-        chosen = look.undone.start - 1
-        undid = f"version {chosen} was activated in place of version {look.undone.stop - 1}"
-        if at.rewound_to != chosen:
-            return Rewind(version=chosen, reason=undid)
-        return f"{undid}, and it cannot be trained from: training waits until another version is activated"
-    good = max((each for each in at.recent_versions if each < min(look.failed, default=0)), default=None)
-    if good is not None and good != at.rewound_to and settings.when_failed == "go_back":
-        return Rewind(version=good, reason=f"version {min(look.failed)} failed")
-    bound, version = _bound(settings), at.recent_versions[-1]
-    if bound is None:
+    if look.held is not None:
+        return look.held
+    bound, oldest = most_ahead(settings), look.oldest_in_flight
+    if bound is None or oldest is None or at.staleness_of(oldest) < bound:
         return None
-    if look.pinned is not None and at.staleness_of(look.pinned) >= bound:
-        if settings.when_pinned == "train_pinned" and at.rewound_to != look.pinned:
-            return Rewind(version=look.pinned, reason=f"version {look.pinned} is pinned")
-        return (
-            f"version {look.pinned} is pinned and the trainer is at version {version}: training waits until "
-            "the pin is released or a newer version is activated (setting when_pinned)"
-        )
-    oldest = look.oldest_in_flight
-    if oldest is not None and at.staleness_of(oldest) >= bound:
-        return (
-            f"open groups were sampled by version {oldest} and the trainer is at version {version}: training "
-            f"waits for them (max_versions_in_flight={settings.max_versions_in_flight})"
-        )
-    return None
+    return (
+        f"open groups were sampled by version {oldest} and the trainer is at version {at.recent_versions[-1]}: "
+        f"training waits for them (max_versions_in_flight={settings.max_versions_in_flight})"
+    )
 
 
-def _bound(settings: TrainerSettings) -> int | None:
+def most_ahead(settings: TrainerSettings) -> int | None:
+    """Return how many versions ahead of what still samples a version may be; None for any number."""
     if settings.max_versions_in_flight is None:
         return None
     if settings.max_staleness is None:

@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -190,6 +190,8 @@ class Ledger:
         self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
         self.stopped = stopped or StopFlag()
         """Set once the trainer is to stop: nothing is waited for, and a batch in progress can still be acked."""
+        self.is_paced = True
+        """Whether it waits for older versions, and drops stale groups."""
         self._is_alone = update_ids is None
         """Whether no other policy of this process uses the store and the flag."""
         self._update_ids = update_ids or UpdateIds()
@@ -281,7 +283,7 @@ class Ledger:
                 )
             )
         )
-        return self._chains(found)
+        return self.chains(found)
 
     def denied_since(self, read: Sequence[Experience]) -> set[SessionKey]:
         """Return those of the sessions that were marked as not to be trained after they were read."""
@@ -294,17 +296,8 @@ class Ledger:
         drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
         return self.experiences_of(drawn, with_imported=True)
 
-    def regression_set(
-        self, num_sessions: int, labels: Collection[str]
-    ) -> tuple[list[Chain], experiences.SessionLabels]:
-        """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
-        roles = self.settings.train_roles
-        found, labels_of = self.read(
-            lambda conn: experiences.regression_set(conn, num_sessions, labels, roles=roles, policy_id=self.policy_id)
-        )
-        return self._chains(found), labels_of
-
-    def _chains(self, found: Iterable[Experience]) -> list[Chain]:
+    def chains(self, found: Iterable[Experience]) -> list[Chain]:
+        """Return stored chains as they are trained, each asked about by the terms."""
         return [functools.reduce(lambda chain, term: term.of_chain(chain), self._terms, chain_of(one)) for one in found]
 
     def pinned_version(self) -> int | None:

@@ -1,10 +1,23 @@
-"""Which features stand beside the trainer's core, in the order in which it asks them."""
+"""Which features stand beside the trainer's core, in the order in which it asks them, and the sum of all settings."""
 
 from __future__ import annotations
 
 from trainer.features.experts import Experts
+from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
+from trainer.features.quotas import Quotas, QuotaSettings
+from trainer.features.rewinds import Refusals, Rewinds, RewindSettings
+from trainer.features.sentinels import Sentinels, SentinelSettings
 from trainer.features.supports import Supports
-from trainer.model.terms import Term
+from trainer.settings import TrainerSettings
+from trainer.train import Features
 
-TERMS: tuple[type[Term], ...] = (Supports, Images, Experts)
+FEATURES = Features(
+    terms=(Supports, Images, Experts),
+    holds=(Refusals, Sentinels, Quotas, Rewinds),
+    gates=(Gate,),
+)
+
+
+class Settings(GateSettings, SentinelSettings, QuotaSettings, RewindSettings, TrainerSettings):
+    """The settings of one trainer process with all of its features."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from trainer.claims.claims import Rewind
+from trainer.claims.holds import Rewind
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent
 from trainer.publish.checkpoint import Checkpoints

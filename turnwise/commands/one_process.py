@@ -20,7 +20,7 @@ from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
-    from trainer.settings import TrainerSettings
+    from trainer.features import Settings
     from turnwise.processes.engine_command import EngineSettings
     from turnwise.rewards.posting import Poster
     from turnwise.rewards.settings import RewardSettings
@@ -77,7 +77,7 @@ engine = SettingsCommand(
 )
 
 
-def _tried(settings: TrainerSettings) -> dict[str, Any]:
+def _tried(settings: Settings) -> dict[str, Any]:
     """Call the algorithm once on a small batch, as a start does; return what the trainer makes of the model.
 
     Where vLLM is installed, it also says what an engine on this machine would be refused for.
@@ -99,7 +99,7 @@ def _tried(settings: TrainerSettings) -> dict[str, Any]:
     return {"notes": notes}
 
 
-def _run_trainer(settings: TrainerSettings) -> None:
+def _run_trainer(settings: Settings) -> None:
     from trainer.main import check_startable, run
     from turnwise.commands.preflight import check_database_model, check_model
     from turnwise.processes.engine_command import is_directory

@@ -19,7 +19,7 @@ from turnwise.version_directory import base_version, local_files, weight_files
 
 if TYPE_CHECKING:
     from proxy.features import Settings as ProxySettings
-    from trainer.settings import TrainerSettings
+    from trainer.features import Settings as TrainerSettings
     from turnwise.processes.stack import GpuPlan, UpSettings
 
 HUB_SECONDS = 10.0
@@ -148,8 +148,8 @@ def load_proxy(settings: UpSettings, config: Path | None) -> ProxySettings:
 
 def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
     """Return the settings of the trainer under `turnwise up`, once it is sure that it can start with them."""
+    from trainer.features import Settings as TrainerSettings
     from trainer.main import check_startable
-    from trainer.settings import TrainerSettings
 
     overrides = {"model": settings.model or "demo", "kind": settings.kind}
     trainer = load_settings(

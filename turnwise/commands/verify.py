@@ -179,7 +179,7 @@ def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, 
 
 def _examine_model(model: str) -> Iterator[Finding]:
     """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
-    from trainer.settings import TrainerSettings
+    from trainer.features import Settings
     from turnwise.commands.certify import Certificate
     from turnwise.commands.preflight import check_trained
     from turnwise.processes.engine_command import EngineSettings, check_model_fits
@@ -192,7 +192,7 @@ def _examine_model(model: str) -> Iterator[Finding]:
             check_model_directory(Path(model))
             check_chat_template(model, ())
             check_model_fits(engine)
-            notes = check_trained(TrainerSettings(model=model, kind=kind))
+            notes = check_trained(Settings(model=model, kind=kind))
             text = "; ".join(f"{name}: {note}" for name, note in notes.items())
             yield Finding(f"model, kind {kind}", Severity.OK, text)
         except TurnwiseError as error:

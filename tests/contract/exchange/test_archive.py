@@ -16,7 +16,7 @@ from support.ledger_samples import add_finished, add_session, finish, make_turn
 from support.migrated import migrated, new_database
 
 from trainer.claims.claims import Claims
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
 from turnwise.features import retention
@@ -151,7 +151,7 @@ def test_what_is_trained_beside_restored_sessions_of_another_database_has_other_
     archive.archive(database, tmp_path / "archive", LATER)
     other = new_database(tmp_path / "other.db")
     assert archive.restore(other, tmp_path / "archive") == 2
-    source = Claims(other, TrainerSettings())
+    source = Claims(other, Settings())
     source.open(PolicyVersion(version=0, path="base"), 0)
     assert (source.newest_version(), source.next_update_id()) == (8, 8)
     with other.read() as conn:

@@ -10,13 +10,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.tiny_models import EXPERTS, SIZES, config_of, make_model, pack_integers, quantise
 
+from trainer.features import Settings
 from trainer.features.experts import RouterReplay
 from trainer.forward import load_version
 from trainer.model.adapters import reach_of
 from trainer.model.loading import described, empty_model, load_model
 from trainer.model.model import Policy
 from trainer.model.traits import check_repeatable
-from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind, PolicyVersion
 
@@ -102,7 +102,7 @@ def test_the_share_of_the_parameters_that_an_adapter_changes_is_stated():
 def test_an_adapter_of_a_wrapper_stays_out_of_its_other_parts(tmp_path, family, targets):
     """Gemma 3's vision tower has layers named q_proj too."""
     write_wrapper(tmp_path, family)
-    spec = TrainerSettings(model=str(tmp_path), kind=PolicyKind.LORA, lora_rank=2, lora_targets=targets)
+    spec = Settings(model=str(tmp_path), kind=PolicyKind.LORA, lora_rank=2, lora_targets=targets)
     names = [name for name, each in load_model(spec, "sdpa").named_parameters() if each.requires_grad]
     assert names
     assert all(".language_model.layers." in name for name in names)
@@ -132,7 +132,7 @@ def test_a_version_has_the_names_of_the_served_model_and_the_tensors_that_transf
     else:
         make_model(base, family, **ROUTED, **GROUPED)
     add(base, {further: torch.full((2, 3), 7.0)})
-    policy = Policy(TrainerSettings(model=str(base), device="cpu"))
+    policy = Policy(Settings(model=str(base), device="cpu"))
     policy.load(0)
     with torch.no_grad():
         for each in policy.parameters():
@@ -153,7 +153,7 @@ def test_a_model_that_would_be_written_under_other_names_is_refused_before_it_is
     file = tmp_path / "model.safetensors"
     save_file({f"base.{name}": value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
     with pytest.raises(SettingsError, match=r"writes 24 tensors of .* under names that its files do not have"):
-        Policy(TrainerSettings(model=str(tmp_path), device="cpu")).load(0)
+        Policy(Settings(model=str(tmp_path), device="cpu")).load(0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_whole_weights_that_no_engine_would_load_are_refused_before_the_model_is
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SettingsError, match=words):
-        load_model(TrainerSettings(model=str(tmp_path)), "eager")
+        load_model(Settings(model=str(tmp_path)), "eager")
 
 
 def test_the_share_that_an_adapter_reaches_of_packed_weights_is_that_of_what_they_stand_for():
@@ -189,7 +189,7 @@ def test_several_processes_do_not_share_weights_in_four_bits(tmp_path):
     packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": packed}))
     with pytest.raises(SettingsError, match=r"\(bitsandbytes in 4 bits\).*: train in one process, or "):
-        empty_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager")
+        empty_model(Settings(model=str(tmp_path), kind="lora"), "eager")
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])  # the last one in 8 bits
@@ -198,7 +198,7 @@ def test_an_adapter_of_weights_that_the_trainer_cannot_compute_with_is_refused_a
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": method}}))
     with pytest.raises(SettingsError, match=rf"quantised \({method}\): .*; train and serve the model that is not"):
-        described(TrainerSettings(model=str(tmp_path), kind="lora"))
+        described(Settings(model=str(tmp_path), kind="lora"))
 
 
 def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path):
@@ -210,7 +210,7 @@ def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path):
         for name, value in whole.items()
     }
     save_file(stands_for, file, metadata={"format": "pt"})
-    spec = TrainerSettings(model=str(tmp_path), kind="lora", device="cpu")
+    spec = Settings(model=str(tmp_path), kind="lora", device="cpu")
     expected, found = Policy(spec), Policy(spec)
     expected.load(0)
     logprobs = expected.next_logprobs(tokens)
@@ -222,7 +222,7 @@ def test_an_adapter_of_fp8_weights_is_trained_on_what_they_stand_for(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # imports of compressed-tensors
 def test_an_adapter_of_integers_of_compressed_tensors_is_trained_on_what_they_stand_for(tmp_path):
     stands_for = pack_integers(make_model(tmp_path))
-    loaded = load_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager").state_dict()
+    loaded = load_model(Settings(model=str(tmp_path), kind="lora"), "eager").state_dict()
     for name, expected in stands_for.items():
         assert torch.equal(loaded[f"base_model.model.{name.replace('.weight', '.base_layer.weight')}"], expected)
 
@@ -243,7 +243,7 @@ def test_an_adapter_of_experts_in_mxfp4_is_trained_on_what_they_stand_for(tmp_pa
     save_file(stored, file, metadata={"format": "pt"})
     how = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
-    loaded = load_model(TrainerSettings(model=str(tmp_path), kind="lora"), "eager").state_dict()
+    loaded = load_model(Settings(model=str(tmp_path), kind="lora"), "eager").state_dict()
     for name, expected in stands_for.items():
         assert torch.equal(loaded[f"base_model.model.{name}"], expected)
 
@@ -300,7 +300,7 @@ def test_models_that_drop_in_functions_or_route_at_random_in_training_are_traine
     """OPT's layers hold their share as a number; Phi-3.5-MoE samples experts within its jitter of the best."""
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, **changes)).eval()
     model.save_pretrained(tmp_path)
-    policy, tokens = Policy(TrainerSettings(model=str(tmp_path), device="cpu")), list(range(20))
+    policy, tokens = Policy(Settings(model=str(tmp_path), device="cpu")), list(range(20))
     policy.load(0)
     assert policy.model.training
     with torch.no_grad():
@@ -318,7 +318,7 @@ def test_a_soft_cap_of_the_attention_is_computed_by_trainer_and_verification(tmp
     make_model(tmp_path, "Gemma2", attn_logit_softcapping=0.2, query_pre_attn_scalar=1)
     tokens = list(range(20))
     eager = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
+    policy = Policy(Settings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     verified = load_version(PolicyVersion(version=0, path=str(tmp_path)))
     with torch.no_grad():
@@ -326,4 +326,4 @@ def test_a_soft_cap_of_the_attention_is_computed_by_trainer_and_verification(tmp
     torch.testing.assert_close(policy.next_logprobs(tokens), expected)
     torch.testing.assert_close(checked, expected)
     with pytest.raises(SettingsError, match="without the soft cap of its attention"):
-        Policy(TrainerSettings(model=str(tmp_path), device="cpu", attention="sdpa")).load(0)
+        Policy(Settings(model=str(tmp_path), device="cpu", attention="sdpa")).load(0)

@@ -20,9 +20,9 @@ from trainer.algorithms import teachers as asking
 from trainer.algorithms.distillation import with_teachers
 from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.batch import build
+from trainer.features import Settings
 from trainer.parallel import World
 from trainer.policies import settings_of
-from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.settings import describe
 from turnwise.types import Policy
@@ -215,7 +215,7 @@ def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger, monk
 
 def test_a_policy_that_is_created_after_a_teacher_was_asked_gets_teachers_of_its_own(serve):
     teacher = {"url": serve(prompt_logprobs), "model": "m"}
-    settings = TrainerSettings(kind="lora", algorithm={"name": "distillation", "teachers": [teacher]})
+    settings = Settings(kind="lora", algorithm={"name": "distillation", "teachers": [teacher]})
     settings.algorithm.credit(batch_of(experience()), [0], SimpleNamespace(world=World()))
     own = settings_of(settings, Policy(policy_id=1, tenant="acme", name="other")).algorithm
     settings.algorithm.close()
@@ -227,11 +227,11 @@ def test_a_policy_that_is_created_after_a_teacher_was_asked_gets_teachers_of_its
 
 def test_teachers_are_tables_in_the_settings_and_must_fit():
     table = {"name": "distillation", "teachers": [{"url": "http://t/v1", "model": "m", "key": "secret"}]}
-    given = TrainerSettings(algorithm=json.dumps(table))
+    given = Settings(algorithm=json.dumps(table))
     assert given.algorithm.settings.teachers == (Teacher(url="http://t/v1", model="m", key="secret"),)
     assert "secret" not in describe(given, "trainer")
     with pytest.raises(SettingsError, match=r"\[trainer.algorithm\] needs 'teachers'"):
-        TrainerSettings(algorithm="distillation")
+        Settings(algorithm="distillation")
 
 
 def test_a_teacher_replies_to_prompts_with_whole_replies_alone(serve, teachers):

@@ -13,7 +13,7 @@ from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import Ledger
 from trainer.evaluate import Evaluator
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.errors import StoreUnavailable
 from turnwise.store import serving, versions
 from turnwise.store.database import Database
@@ -51,7 +51,7 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     """A mean over few sessions is often the highest one, and `keep_best` would keep its version."""
     publish(ledger, 5)
     started = tmp_path / "started"
-    settings = TrainerSettings(evaluation_command=(sys.executable, "-c", PLAYS_FOR_EVER, str(started)))
+    settings = Settings(evaluation_command=(sys.executable, "-c", PLAYS_FOR_EVER, str(started)))
     held = Ledger(ledger, settings)
     evaluation = Evaluator(held, settings)
     found: list[Json] = []
@@ -79,7 +79,7 @@ def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_nex
     database = InterruptedDatabase(f"sqlite:///{tmp_path}/ledger.db")
     database.outage = tmp_path / "outage"
     command = (sys.executable, "-c", CAUSES_AN_OUTAGE_OF_VERSION_5, str(database.outage))
-    settings = TrainerSettings(evaluation_command=command)
+    settings = Settings(evaluation_command=command)
     evaluation = Evaluator(Ledger(database, settings), settings)
     assert evaluation.evaluate(5) == {}
     add_finished(ledger, "s5", split=Split.EVAL, of_turns=sampled_by(5))

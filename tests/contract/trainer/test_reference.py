@@ -12,8 +12,8 @@ from support.migrated import new_database
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train_policies
 
+from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from trainer.train import make_parts
 from turnwise.store import policies, versions
 from turnwise.store.database import Database
@@ -22,7 +22,7 @@ from turnwise.store.updates import list_updates
 DPO = {"name": "dpo", "pairs": "all"}
 
 
-def settings_for(directory: Path, model: Path, **changes: object) -> TrainerSettings:
+def settings_for(directory: Path, model: Path, **changes: object) -> Settings:
     shape = {"kind": "lora", "lora_rank": 4, "lora_targets": ("q_proj", "v_proj"), "max_logprob_gap": 100.0}
     return trainer_ledger.settings_for(directory, model, **(shape | {"learning_rate": 1e-2, "seed": 3} | changes))
 
@@ -107,7 +107,7 @@ def test_a_chain_beyond_the_models_positions_is_refused_by_name(tmp_path, model,
     ],
 )
 def test_stretched_positions_count_as_far_as_they_reach(model, scaling, positions):
-    policy = Policy(TrainerSettings(model=str(model), device="cpu"))
+    policy = Policy(Settings(model=str(model), device="cpu"))
     policy.load(0)
     policy.config.max_position_embeddings = 1024
     policy.config.rope_parameters = scaling

@@ -16,10 +16,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from trainer.algorithms.algorithm import step_weights
 from trainer.batch.batch import build
 from trainer.batch.forest import dense_mask
+from trainer.features import Settings
 from trainer.model import inputs, loading
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main
 from turnwise.processes.served_model import NO_ENGINE
 
@@ -106,7 +106,7 @@ def branching(reference):
 
 def forest_and_loss(reference):
     """Return a GRPO batch with its algorithm, and its loss of chains computed one by one: −Σ w · A · log π."""
-    agent_rule = TrainerSettings(algorithm={"name": "grpo"}, row_tokens=512)
+    agent_rule = Settings(algorithm={"name": "grpo"}, row_tokens=512)
     advantages = [np.array([1.0]), np.array([-0.5]), np.array([2.0])]
     batch = build(branching(reference), advantages, policy_version=0)
     weights = torch.from_numpy(step_weights(batch, range(3), agent_rule.algorithm) * batch.table.advantages)
@@ -119,7 +119,7 @@ def forest_and_loss(reference):
 
 def pair_and_loss(reference):
     """Return a DPO pair, of which the better session branches, and its loss: −log σ(β (chosen − rejected)) = log 2."""
-    agent_rule = TrainerSettings(algorithm={"name": "dpo", "reference": "behaviour"})
+    agent_rule = Settings(algorithm={"name": "dpo", "reference": "behaviour"})
     chains = branching(reference)
     batch = build(chains, [np.ones(1)] * 3, policy_version=0, pairs=[0] * 3, chosen=[True, True, False])
     signs = torch.from_numpy(np.where(batch.table.experience == 2, -1.0, 1.0).astype(np.float32))
@@ -144,7 +144,7 @@ def test_each_chain_has_the_logprobs_and_gradient_that_it_has_alone(kind, model,
         pytest.skip("transformers has no SDPA for it")
     reference = load_model(model)
     batch, rule, loss = of(reference)
-    policy = Policy(TrainerSettings(model=str(model), device="cpu", attention=attention))
+    policy = Policy(Settings(model=str(model), device="cpu", attention=attention))
     policy.load(0)
     gauges, logprobs = PolicyAgent(policy, rule).accumulate_gradient(batch, range(3))
 
@@ -200,7 +200,7 @@ def test_each_chain_has_the_logprobs_that_it_has_alone_under_flex_attention(kind
     monkeypatch.setattr(masks, "create_block_mask", lambda **kw: create_block_mask(**kw | {"_compile": False}))
     reference = load_model(model)
     batch, rule, _ = of(reference)
-    policy = Policy(TrainerSettings(model=str(model), device="cpu", attention="flex_attention"))
+    policy = Policy(Settings(model=str(model), device="cpu", attention="flex_attention"))
     policy.load(0)
     logprobs = PolicyAgent(policy, rule).logprobs_of(batch, range(3))
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=1e-4, rtol=0)
@@ -213,7 +213,7 @@ def test_an_attention_that_misreads_the_mask_is_found_at_load_and_named(tmp_path
     monkeypatch.setattr(inputs, "_mask", lambda layout, _attention, device: dense_mask(layout, device)[None, None])
     reference = load_model(tmp_path)
     batch, rule, _ = pair_and_loss(reference)
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu", attention="eager"))
+    policy = Policy(Settings(model=str(tmp_path), device="cpu", attention="eager"))
     policy.load(0)
     assert not policy.shares_rows
     assert "attention='eager' does not keep chains apart: packed rows differ from a row a chain by" in caplog.text
@@ -238,13 +238,13 @@ def test_a_model_that_changes_its_logits_behind_the_output_layer_keeps_its_own(t
     make_model(tmp_path, family, vocab_size=VOCABULARY, **changes)
     if name == "padded vocabulary":
         cut_logits(monkeypatch, transformers.LlamaForCausalLM, VOCABULARY - 3)
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
+    policy = Policy(Settings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy._head is None
     reference = load_model(tmp_path)
     tokens = np.random.default_rng(0).integers(1, VOCABULARY - 3, 20)
     batch = build([chain(reference, "a", tokens, 5)], [np.ones(1)], policy_version=0)
-    logprobs = PolicyAgent(policy, TrainerSettings(algorithm={"name": "grpo"})).logprobs_of(batch, [0])
+    logprobs = PolicyAgent(policy, Settings(algorithm={"name": "grpo"})).logprobs_of(batch, [0])
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=1e-4, rtol=0)
 
 
@@ -265,6 +265,6 @@ def cut_logits(monkeypatch, causal_lm, size):
 def test_a_plain_output_layer_is_computed_chunk_by_chunk(tmp_path, family):
     """Also one that a configuration names a cap for and that has none."""
     make_model(tmp_path, family, vocab_size=VOCABULARY, final_logit_softcapping=None)
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
+    policy = Policy(Settings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy._head is not None

@@ -17,7 +17,7 @@ from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import RunProgress, StopFlag, outlast
-from trainer.settings import TrainerSettings
+from trainer.features import FEATURES, Settings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.features.page import overview
@@ -41,7 +41,7 @@ def source_for(database: Database, **changes) -> Claims:
         "wait_seconds": 0.0,
         "stalled_seconds": STALLED_SECONDS,
     }
-    return Claims(database, TrainerSettings(**(values | changes)))
+    return Claims(database, Settings(**(values | changes)), holds=FEATURES.holds)
 
 
 def play_incomplete_group(database: Database) -> None:

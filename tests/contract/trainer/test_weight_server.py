@@ -10,14 +10,14 @@ import httpx2
 import pytest
 from support.waiting import wait_until
 
+from trainer.features import Settings
 from trainer.publish import weight_server
 from trainer.publish.weight_server import WeightServer
-from trainer.settings import TrainerSettings
 
 
 @pytest.fixture
 def server() -> Iterator[WeightServer]:
-    server = WeightServer(TrainerSettings())
+    server = WeightServer(Settings())
     yield server
     server.close()
 
@@ -75,7 +75,7 @@ def test_a_request_that_does_not_become_whole_is_closed(monkeypatch, server, sen
 
 def test_connections_beyond_the_most_are_closed_and_their_places_come_back(monkeypatch):
     monkeypatch.setattr(weight_server, "MAX_CONNECTIONS", 3)
-    server = WeightServer(TrainerSettings())
+    server = WeightServer(Settings())
     try:
         with contextlib.ExitStack() as opened:
             for _ in range(3):

@@ -11,8 +11,8 @@ from support.reload_stage import Process, Stage, running_stage
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script
 
+from trainer.features import Settings
 from trainer.publish.weight_server import WeightServer
-from trainer.settings import TrainerSettings
 from turnwise.store import notices
 
 
@@ -32,7 +32,7 @@ async def process(stage: Stage) -> AsyncIterator[Process]:
 
 class Trainer:
     def __init__(self, stage: Stage, level: int) -> None:
-        self.server = WeightServer(TrainerSettings(engine_sleep_level=level))
+        self.server = WeightServer(Settings(engine_sleep_level=level))
         with stage.database.write() as connection:
             notices.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
         self.computes, self._may_end = threading.Event(), threading.Event()

@@ -18,8 +18,8 @@ from turnwise_fake_engine import Script
 
 from proxy.engines.engine import EngineState
 from proxy.reload import transfer
+from trainer.features import Settings
 from trainer.publish.weight_server import WeightServer
-from trainer.settings import TrainerSettings
 from turnwise.engine_plugin import channel
 from turnwise.store import notices
 from turnwise.store.versions import fail_unwritten, publish_version
@@ -37,7 +37,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture
 def trainer(stage: Stage) -> Iterator[WeightServer]:
-    server = WeightServer(TrainerSettings())
+    server = WeightServer(Settings())
     announce(stage, server.url)
     yield server
     server.close()

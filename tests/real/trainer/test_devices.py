@@ -14,12 +14,12 @@ from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.batch.batch import build
+from trainer.features import Settings
 from trainer.main import run
 from trainer.model.agent import RECOMPUTED, OutOfMemory, PolicyAgent
 from trainer.model.memory import MemoryLimits, read_limits
 from trainer.model.model import Policy
 from trainer.parallel import World, leave_world
-from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.features.page import overview
@@ -149,7 +149,7 @@ def test_weights_for_engines_are_written_once_and_in_the_precision_of_the_comput
     from transformers import AutoModelForCausalLM
 
     make_model(tmp_path / "model", tie_word_embeddings=True)
-    policy = Policy(TrainerSettings(model=str(tmp_path / "model"), device="cpu", dtype="bfloat16"))
+    policy = Policy(Settings(model=str(tmp_path / "model"), device="cpu", dtype="bfloat16"))
     policy.load(0)
     (tmp_path / "version").mkdir()
     policy.save(tmp_path / "version", policy.trained_state())
@@ -164,7 +164,7 @@ def test_weights_for_engines_are_written_once_and_in_the_precision_of_the_comput
 def gpt_oss(tmp_path):
     """An adapter of random weights, since engines load nothing else; the windows are longer than the texts here."""
     make_model(tmp_path, "GptOss", num_local_experts=4, num_experts_per_tok=2)
-    return TrainerSettings(model=str(tmp_path), kind="lora", device="cpu")
+    return Settings(model=str(tmp_path), kind="lora", device="cpu")
 
 
 def test_gpt_oss_is_sharded_although_it_has_no_sdpa(gpt_oss):
@@ -185,7 +185,7 @@ def test_gpt_oss_without_sdpa_is_trained_on_a_cpu(gpt_oss):
     policy = Policy(gpt_oss)
     policy.load(0)
     assert policy.attention == "eager"
-    agent = PolicyAgent(policy, TrainerSettings(max_logprob_gap=100.0))
+    agent = PolicyAgent(policy, Settings(max_logprob_gap=100.0))
     found = sessions()[:2]
     batch = build(found, [np.array([1.0]), np.array([-1.0])], policy_version=0)
     logprobs = agent.logprobs_of(batch, [0, 1])

@@ -23,11 +23,10 @@ from trainer.batch.batch import build, with_ratio
 from trainer.batch.chain import Chain
 from trainer.batch.selection import why_untrainable
 from trainer.checks.gap import BatchGap
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.features.supports.turns import Vocabulary
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.default_models.pretrained import is_installed, write_pretrained
 from turnwise.sampling import GRAMMAR_BACKEND
 from turnwise.store import experiences as stored_experiences
@@ -218,9 +217,9 @@ def played(proxy: RunningProxy, model_dir: Path) -> list[Chain]:
 def gap_of(found: list[Chain], model_dir: Path) -> BatchGap:
     """Compare all tokens with the logprobs of a trainer at version 0."""
     batch = build(found, [np.zeros(len(each.turn_ids)) for each in found], policy_version=0)
-    policy = Policy(TrainerSettings(model=str(model_dir)), TERMS)
+    policy = Policy(Settings(model=str(model_dir)), FEATURES.terms)
     policy.load(0)
-    agent = PolicyAgent(policy, TrainerSettings(model=str(model_dir), row_tokens=2048))
+    agent = PolicyAgent(policy, Settings(model=str(model_dir), row_tokens=2048))
     assert with_ratio(batch).all()
     gap = BatchGap(batch)
     gap.put(np.arange(len(batch.table)), agent.logprobs_of(batch, range(len(found))), is_own=True)
@@ -295,7 +294,7 @@ def compare(engine: RunningEngine, start_proxy: StartProxy, size: int) -> int:
         gap = gap_of(other, engine.model_dir)
         means = [gap.mean([member], is_own=True) or 0.0 for member in range(len(other))]
         print(f"{kind} with another parameter: sessions differ by {min(means):.2g} to {max(means):.2g} nats on average")
-        assert not min(means) <= TrainerSettings().max_logprob_gap, "the gap check refuses such a group"
+        assert not min(means) <= Settings().max_logprob_gap, "the gap check refuses such a group"
     return sum(sampled for sampled, *_ in table.values())
 
 

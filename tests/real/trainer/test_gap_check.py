@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from trainer.batch.batch import build, pack
 from trainer.checks import gap as gap_check
+from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.errors import EngineDisagrees
 from turnwise.features.experts import EXPERTS as ROUTING
 from turnwise.store import rewards, updates
@@ -170,7 +170,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(directory: Path, **spec: object) -> Policy:
-    policy = Policy(TrainerSettings(model=str(directory), device="cpu", **spec))
+    policy = Policy(Settings(model=str(directory), device="cpu", **spec))
     policy.load(0)
     return policy
 
@@ -216,7 +216,7 @@ def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by
     policy = loaded(directory)
     found = routed_sessions(1)
     batch = batch_of(found)
-    agent = PolicyAgent(policy, TrainerSettings(row_tokens=128))
+    agent = PolicyAgent(policy, Settings(row_tokens=128))
     logprobs = torch.from_numpy(agent.logprobs_of(batch, range(len(found))))
     own = torch.from_numpy(
         PolicyAgent(loaded(directory, router_replay=False), agent.rule).logprobs_of(batch, range(len(found)))
@@ -232,7 +232,7 @@ def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activa
     gradients = []
     for checkpointing in (False, True):
         policy = loaded(directory, gradient_checkpointing=checkpointing)
-        agent = PolicyAgent(policy, TrainerSettings(row_tokens=64, max_logprob_gap=100.0))
+        agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
         found = routed_sessions(1)
         agent.accumulate_gradient(batch_of(found), range(len(found)))
         gradients.append({name: value.grad for name, value in policy.model.named_parameters()})
@@ -246,7 +246,7 @@ def test_sessions_without_routing_take_the_experts_of_the_trainer(directory):
     found = sessions()
     batch = batch_of(found)
     assert all(row.routing is None for row in pack(batch, range(len(found)), 128))
-    rule = TrainerSettings(row_tokens=128)
+    rule = Settings(row_tokens=128)
     with_replay, without = (
         PolicyAgent(loaded(directory, router_replay=replay), rule).logprobs_of(batch, range(len(found)))
         for replay in (True, False)

@@ -7,8 +7,8 @@ from support.migrated import new_database
 from support.tiny_models import FAMILIES, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 
+from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.store import notices
 
@@ -19,7 +19,7 @@ def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_pat
     """Also by name: the experts of a mixture lie in one tensor here, and in one each in a checkpoint."""
     make_model(tmp_path / "model", family, **FAMILIES[family])
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    policy = Policy(TrainerSettings(model=str(tmp_path / "model"), device="cpu", dtype=dtype))
+    policy = Policy(Settings(model=str(tmp_path / "model"), device="cpu", dtype=dtype))
     policy.load(0)
     with torch.no_grad():
         for parameter in policy.parameters():

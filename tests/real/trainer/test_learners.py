@@ -10,8 +10,8 @@ from support.migrated import new_database
 from support.tiny_models import load_model, logprobs_of
 from support.trainer_ledger import Rollouts
 
+from trainer.features import Settings
 from trainer.main import run
-from trainer.settings import TrainerSettings
 from trainer.versions.state import make_scheduler
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
@@ -122,7 +122,7 @@ def test_lora_publishes_an_adapter_and_does_not_change_the_base(tmp_path, model,
     ],
 )
 def test_schedules_give_the_numbers_worked_by_hand(schedule, expected):
-    settings = TrainerSettings(
+    settings = Settings(
         model="m", schedule=schedule, num_warmup_updates=2, total_batches=3, num_minibatches=2, learning_rate=1.0
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -151,7 +151,7 @@ def test_the_default_learning_rate_follows_size_and_kind_of_the_model(
     tmp_path, monkeypatch, num_parameters, given, rate
 ):
     monkeypatch.setattr("trainer.settings.num_parameters", lambda _directory: num_parameters)
-    assert TrainerSettings(model=str(tmp_path), **given).learning_rate == pytest.approx(rate)
+    assert Settings(model=str(tmp_path), **given).learning_rate == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -171,4 +171,4 @@ def test_the_default_learning_rate_follows_size_and_kind_of_the_model(
 )
 def test_settings_that_do_not_fit_together_are_refused_at_the_start(changes, message):
     with pytest.raises(SettingsError, match=message):
-        run(TrainerSettings(model="m", **changes))
+        run(Settings(model="m", **changes))

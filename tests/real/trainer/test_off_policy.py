@@ -20,8 +20,8 @@ from trainer.batch.batch import build, minibatches
 from trainer.batch.ratios import TrainedTokens
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import Ledger, RunProgress
+from trainer.features import Settings
 from trainer.replay import Entry, ReplayBuffer
-from trainer.settings import TrainerSettings
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.features import retention
@@ -132,7 +132,7 @@ def entries(priorities):
 
 
 def draws(ledger, sampling, priorities):
-    settings = TrainerSettings(buffer_sampling=sampling)
+    settings = Settings(buffer_sampling=sampling)
     buffer = ReplayBuffer(Ledger(ledger, settings), settings)
     rng = np.random.default_rng(0)
     drawn = [buffer.sample(entries(priorities), 1, rng)[0][0] for _ in range(400)]
@@ -150,7 +150,7 @@ def test_each_sampling_mode_has_its_documented_distribution(ledger):
 
 
 def test_a_sample_holds_no_group_twice(ledger):
-    buffer = ReplayBuffer(Ledger(ledger, TrainerSettings()), TrainerSettings())
+    buffer = ReplayBuffer(Ledger(ledger, Settings()), Settings())
     drawn, after = buffer.sample(entries([1.0] * 5), 9, np.random.default_rng(0))
     assert sorted(drawn) == [0, 1, 2, 3, 4]
     assert [entry.num_uses for entry in after] == [1] * 5
@@ -175,7 +175,7 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
     """Zeta's group gets the number of acme's group after that is deleted."""
     for tenant in ("acme", "zeta"):
         add_finished(database, "kim", tenant=tenant, value=1)
-    rule = TrainerSettings(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
+    rule = Settings(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
     source = Claims(database, rule)
     buffer = ReplayBuffer(source, rule)
     batch = source.next(RunProgress(num_batches=1))

@@ -9,10 +9,10 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.batch.batch import Batch, build
+from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
-from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.store import experiences
 from turnwise.store.selection import SessionFilter
@@ -37,14 +37,14 @@ def batch(tmp_path_factory, model) -> Batch:
 
 
 def policy_for(model, *, compiled=False, **spec) -> Policy:
-    policy = Policy(TrainerSettings(model=str(model), device="cpu", **spec))
+    policy = Policy(Settings(model=str(model), device="cpu", **spec))
     policy.compiled = compiled
     policy.load(0)
     return policy
 
 
 def loss_and_gradient(policy, batch) -> tuple[float, torch.Tensor]:
-    agent = PolicyAgent(policy, TrainerSettings(algorithm={"entropy_coef": 0.01}, row_tokens=ROW_TOKENS))
+    agent = PolicyAgent(policy, Settings(algorithm={"entropy_coef": 0.01}, row_tokens=ROW_TOKENS))
     gauges, _ = agent.accumulate_gradient(batch, range(len(batch.experiences)))
     return gauges.read()["loss"], torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
@@ -120,8 +120,8 @@ def test_bfloat16_weights_with_float32_masters_train_as_float32_weights_do(model
     ends = {}
     for dtype in ("float32", "bfloat16"):
         policy = policy_for(model, dtype="bfloat16", weights_dtype=dtype)
-        optimizer = make_optimizer(policy.parameters(), TrainerSettings(learning_rate=1e-5))
-        learner = PolicyAgent(policy, TrainerSettings(max_logprob_gap=100.0))
+        optimizer = make_optimizer(policy.parameters(), Settings(learning_rate=1e-5))
+        learner = PolicyAgent(policy, Settings(max_logprob_gap=100.0))
         for _ in range(8):
             learner.gradient(optimizer, batch, range(len(batch.experiences)))
             learner.step(optimizer)
@@ -144,9 +144,9 @@ def test_an_optimizer_in_host_memory_gives_the_weights_of_torchs_own_and_resumes
     ends = []
     for place in ("device", "host"):
         policy = policy_for(model)
-        rule = TrainerSettings(learning_rate=1e-3, optimizer_state=place)
+        rule = Settings(learning_rate=1e-3, optimizer_state=place)
         optimizer = make_optimizer(policy.parameters(), rule)
-        learner = PolicyAgent(policy, TrainerSettings(max_logprob_gap=100.0))
+        learner = PolicyAgent(policy, Settings(max_logprob_gap=100.0))
         for step in range(4):
             if step == 2:
                 saved, optimizer = optimizer.state_dict(), make_optimizer(policy.parameters(), rule)
@@ -160,7 +160,7 @@ def test_an_optimizer_in_host_memory_gives_the_weights_of_torchs_own_and_resumes
 def test_a_saved_master_is_not_rounded_to_the_weights_precision():
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
-    rule = TrainerSettings(learning_rate=1e-4)
+    rule = Settings(learning_rate=1e-4)
     first = make_optimizer([weight], rule)
     weight.grad = torch.ones(3)
     first.step()

@@ -11,10 +11,11 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train
 
 from trainer.batch.batch import build
-from trainer.checks.gate import Shift, judge, shifts_of
-from trainer.claims.claims import Look, Rewind, why_held
+from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
+from trainer.features.gate import Shift, judge, shifts_of
+from trainer.features.rewinds import GivenUp, why_held
 from turnwise.features import labels
 from turnwise.features.labels import Label
 from turnwise.store import experiences, serving, sessions, versions
@@ -34,11 +35,11 @@ def test_a_sessions_shift_is_the_mean_over_all_its_sampled_tokens():
     ]
     batch = build(chains, [np.zeros(1)] * 3, policy_version=1)
     logprobs = np.array([-0.5, -0.5, -3, -2, -1.5, -1], np.float32)
-    shifts = shifts_of(batch, logprobs, {}, TrainerSettings())
+    shifts = shifts_of(batch, logprobs, {}, Settings())
     assert [(shift.name, shift.is_good) for shift in shifts] == [("a", True), ("b", False)]
     assert [shift.nats for shift in shifts] == pytest.approx([0.0, -0.25])
     labelled = {("default", "a"): {"failure"}, ("default", "b"): {"golden", "look-at"}}
-    assert [shift.is_good for shift in shifts_of(batch, logprobs, labelled, TrainerSettings())] == [False, True]
+    assert [shift.is_good for shift in shifts_of(batch, logprobs, labelled, Settings())] == [False, True]
 
 
 def shifts(good, bad):
@@ -61,7 +62,7 @@ def shifts(good, bad):
     ],
 )
 def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_standard_errors(good, bad, words):
-    _, reason = judge(shifts(good, bad), TrainerSettings(gate_drop=0.1))
+    _, reason = judge(shifts(good, bad), Settings(gate_drop=0.1))
     assert reason is None if words is None else words in reason
 
 
@@ -70,25 +71,25 @@ def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_st
 def test_a_version_without_finite_logprobs_falls(nats, is_good):
     """A mean that is NaN is not below any limit, and the standard error of an infinite value is NaN."""
     found = [*shifts([0.1, 0.2], [0.0]), Shift(name="broken", is_good=is_good, nats=nats)]
-    gauges, reason = judge(found, TrainerSettings())
+    gauges, reason = judge(found, Settings())
     assert reason.startswith("the logprobs of 1 of 4 sessions are not finite under these weights: broken ")
     assert gauges == {"gate_num_not_finite": 1}
 
 
 def test_a_refusal_names_the_sessions_that_fell_most():
-    _, reason = judge(shifts([-0.3, -0.9, -0.5], []), TrainerSettings())
+    _, reason = judge(shifts([-0.3, -0.9, -0.5], []), Settings())
     assert reason.endswith("What fell most: good-1 -0.90, good-2 -0.50, good-0 -0.30")
 
 
 def test_training_goes_back_to_the_version_before_the_first_failed_one():
     """5 and 6 come from 4, which was rolled back: all three are left."""
     at = RunProgress(num_batches=1, recent_versions=(2, 3, 4, 5, 6))
-    look = Look(num_ready=9, failed=frozenset({4, 6}))
-    assert why_held(look, at, TrainerSettings()) == Rewind(version=3, reason="version 4 failed")
-    assert why_held(look, at, TrainerSettings(when_failed="go_on")) is None
-    assert why_held(Look(num_ready=9), at, TrainerSettings()) is None
+    look = GivenUp(failed=frozenset({4, 6}))
+    assert why_held(look, at, Settings()) == Rewind(version=3, reason="version 4 failed")
+    assert why_held(look, at, Settings(when_failed="go_on")) is None
+    assert why_held(GivenUp(), at, Settings()) is None
     tried = RunProgress(num_batches=1, recent_versions=at.recent_versions, rewound_to=3)
-    assert why_held(look, tried, TrainerSettings()) is None, "its state is not on disk: it is tried once a batch"
+    assert why_held(look, tried, Settings()) is None, "its state is not on disk: it is tried once a batch"
 
 
 POISON = {"learning_rate": 0.3, "gate_sessions": 64, "gate_good_reward": 1.2, "gate_bad_reward": 0.8}

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessage
 from examples.demos.plain_agent import load_module
 from examples.demos.recipe import RecipeDemo, RecipeSettings, RecipeTask, make_task
 from examples.demos.report import Report
-from trainer.settings import TrainerSettings
+from trainer.features import Settings
 from turnwise.commands.recipe import find_recipe, recipes
 from turnwise.errors import SettingsError
 from turnwise.processes.engine_command import EngineSettings
@@ -22,7 +22,7 @@ SIZES = [(name, size) for name in recipes() for size in ("recipe", "small")]
 
 def settings_of(name: str, size: str) -> RecipeSettings:
     file = find_recipe(name) / f"{size}.toml"
-    load_settings(TrainerSettings, config=file, section="trainer", overrides={"model": "x", "policies_dir": "x"})
+    load_settings(Settings, config=file, section="trainer", overrides={"model": "x", "policies_dir": "x"})
     load_settings(EngineSettings, config=file, section="engine", overrides={"model": "x"})
     overrides = {"agent": str(file.with_name("recipe.py"))}
     return load_settings(RecipeSettings, config=file, section="demo", overrides=overrides)

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from trainer.batch.batch import Row
 from trainer.batch.forest import BLOCK, block_mask, dense_mask
+from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
 def test_flex_attention_gets_queries_keys_and_values_of_one_dtype_and_no_kernel_for_decoding(tmp_path, monkeypatch):
     """Qwen3 norms queries and keys, which gives float32 under autocast. The kernel, which is a GPU's, is replaced."""
     make_model(tmp_path, vocab_size=VOCABULARY)
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
+    policy = Policy(Settings(model=str(tmp_path), device="cpu", dtype="bfloat16", attention="flex_attention"))
     found = []
 
     def kernel(query, key, value, *, kernel_options, **_options):
@@ -73,7 +73,7 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_dtype_and_no_kernel_
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(tmp_path, name):
     make_model(tmp_path, name, vocab_size=VOCABULARY, **FAMILIES[name])
-    policy = Policy(TrainerSettings(model=str(tmp_path), device="cpu"))
+    policy = Policy(Settings(model=str(tmp_path), device="cpu"))
     policy.load(0)
     assert policy.shares_rows
     forest, sequences = grown_forest(1, num_sequences=5, length=12)

@@ -14,9 +14,9 @@ from trainer.batch.chain import chain_of
 from trainer.batch.forest import Forest, dense_mask
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import why_untrainable
+from trainer.features import Settings
 from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.chains import EID, Experience, merge_session, split_session
 from turnwise.types import Turn
 
@@ -133,7 +133,7 @@ def test_rows_stay_within_the_token_budget_without_padding():
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    policy = Policy(TrainerSettings(model=str(make_model(tmp_path_factory.mktemp("model"))), device="cpu"))
+    policy = Policy(Settings(model=str(make_model(tmp_path_factory.mktemp("model"))), device="cpu"))
     policy.load(0)
     return policy
 
@@ -188,7 +188,7 @@ def as_experiences(sequences):
 
 
 def loss_and_gradient(policy, experiences, credit, row_tokens, algorithm):
-    agent = PolicyAgent(policy, TrainerSettings(algorithm={"name": algorithm, "entropy_coef": 0.01}))
+    agent = PolicyAgent(policy, Settings(algorithm={"name": algorithm, "entropy_coef": 0.01}))
     advantages = [np.array([credit[turn_id] for turn_id in e.turn_ids]) for e in experiences]
     batch = build(experiences, advantages, policy_version=0)
     weights = batch.weights(range(len(experiences)), "session_mean", 1)

@@ -8,8 +8,8 @@ import torch
 from support.tiny_models import load_model, logprobs_of, make_model
 
 from proxy.reload.checkpoint import check_trainable
+from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(model) -> Policy:
-    spec = TrainerSettings(
+    spec = Settings(
         model=str(model), kind=PolicyKind.LORA, device="cpu", lora_rank=4, lora_targets=("q_proj", "v_proj")
     )
     policy = Policy(spec)

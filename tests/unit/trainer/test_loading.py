@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from trainer.features import Settings
 from trainer.model.loading import _prepared, load_model
 from trainer.publish.checkpoint import Checkpoints
-from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
@@ -18,7 +18,7 @@ CONFIG = GPTNeoXConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_att
 
 def test_lora_targets_choose_the_layers_that_get_an_adapter():
     """GPT-NeoX has one layer for query, key and value."""
-    spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dense"))
+    spec = Settings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dense"))
     trained = {
         name for name, each in _prepared(GPTNeoXForCausalLM(CONFIG), spec).named_parameters() if each.requires_grad
     }
@@ -30,7 +30,7 @@ def test_lora_targets_choose_the_layers_that_get_an_adapter():
 
 def test_each_name_in_lora_targets_must_be_of_a_layer():
     """A slip of the pen trained the other layers alone."""
-    spec = TrainerSettings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
+    spec = Settings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dens"))
     layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
     words = rf"lora_targets has \['attention.dens'\], which name no layer of the model 'neox': .*{layers}"
     with pytest.raises(SettingsError, match=words):
@@ -57,7 +57,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(tmp_path, name, 
     GPTNeoXForCausalLM(CONFIG).save_pretrained(tmp_path)
     change(tmp_path / name)
     with pytest.raises(BadCheckpoint, match=rf"^cannot load the model '{tmp_path}': [^\n]*{words}[^\n]*id$"):
-        load_model(TrainerSettings(model=str(tmp_path)), "eager")
+        load_model(Settings(model=str(tmp_path)), "eager")
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"PK\x03\x04" + b"0" * 50])

@@ -9,16 +9,16 @@ from safetensors import safe_open
 from support.commands import invoke
 from support.tiny_models import load_model, make_model, pack_integers
 
+from trainer.features import Settings
 from trainer.model.model import Policy
 from trainer.publish.merge import merge_adapter
-from trainer.settings import TrainerSettings
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
 from turnwise.version_directory import write_manifest
 
 
 def written_version(directory, model, *targets):
     """Write an adapter with random weights; return its directory, and the policy."""
-    policy = Policy(TrainerSettings(model=str(model), device="cpu", kind="lora", lora_rank=4, lora_targets=targets))
+    policy = Policy(Settings(model=str(model), device="cpu", kind="lora", lora_rank=4, lora_targets=targets))
     policy.load(0)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -9,10 +9,11 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims import claims as pacing
-from trainer.claims.claims import Claims, Look, Rewind, Wait, describe_wait, why_held
+from trainer.claims.claims import Claims, Look, Wait, describe_wait, why_held
+from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
+from trainer.features import FEATURES, Settings, rewinds
 from trainer.policies import PolicyNames, training_policy
-from trainer.settings import TrainerSettings
 from turnwise.store import claims, policies, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
@@ -33,40 +34,40 @@ AT_7 = RunProgress(num_batches=1, recent_versions=tuple(range(8)))
     ],
 )
 def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
-    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, TrainerSettings(max_versions_in_flight=bound))
+    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, Settings(max_versions_in_flight=bound))
     assert (reason is not None) == is_held
     assert not is_held or reason.endswith("training waits for them (max_versions_in_flight=4)")
 
 
 def test_a_strict_staleness_bound_tightens_the_pace():
     """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 may not."""
-    rule = TrainerSettings(max_staleness=1)
+    rule = Settings(max_staleness=1)
     assert why_held(Look(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
     assert why_held(Look(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
 
 
 def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
-    look = Look(num_ready=32, pinned=0)
-    assert why_held(look, AT_7, TrainerSettings()).startswith("version 0 is pinned and the trainer is at version 7")
-    back = TrainerSettings(when_pinned="train_pinned")
-    assert why_held(look, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
+    look = rewinds.GivenUp(pinned=0)
+    assert rewinds.why_held(look, AT_7, Settings()).startswith("version 0 is pinned and the trainer is at version 7")
+    back = Settings(when_pinned="train_pinned")
+    assert rewinds.why_held(look, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
     rewound = RunProgress(num_batches=1, recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
-    assert isinstance(why_held(look, rewound, back), str)
+    assert isinstance(rewinds.why_held(look, rewound, back), str)
 
 
 def test_weights_that_come_from_an_undone_version_are_left_for_the_version_before_it():
     """Also those of version 8, which was trained while 4 to 7 were undone; without a state to go back to it waits."""
-    look = Look(num_ready=32, undone=range(4, 8), failed=frozenset({8}))
+    look = rewinds.GivenUp(undone=range(4, 8), failed=frozenset({8}))
     at = RunProgress(num_batches=1, recent_versions=tuple(range(9)))
     back = Rewind(version=3, reason="version 3 was activated in place of version 7")
-    assert why_held(look, at, TrainerSettings()) == back
+    assert rewinds.why_held(look, at, Settings()) == back
     tried = RunProgress(num_batches=1, recent_versions=at.recent_versions, rewound_to=3)
-    assert why_held(look, tried, TrainerSettings()).startswith(f"{back.reason}, and it cannot be trained from")
+    assert rewinds.why_held(look, tried, Settings()).startswith(f"{back.reason}, and it cannot be trained from")
     assert (
-        why_held(
-            Look(num_ready=32, undone=look.undone),
+        rewinds.why_held(
+            rewinds.GivenUp(undone=look.undone),
             RunProgress(num_batches=1, recent_versions=(2, 3, 9)),
-            TrainerSettings(),
+            Settings(),
         )
         is None
     )
@@ -98,10 +99,10 @@ def test_versions_are_counted_along_the_ancestry_of_the_weights(bound, is_held):
     """After going back from 7 to 3, version 8 is one version ahead of 3, and the next one two."""
     at = RunProgress(num_batches=1, recent_versions=(2, 3, 8))
     look = Look(num_ready=32, oldest_in_flight=3)
-    assert (why_held(look, at, TrainerSettings(max_versions_in_flight=bound)) is not None) == is_held
+    assert (why_held(look, at, Settings(max_versions_in_flight=bound)) is not None) == is_held
 
 
-RULE = TrainerSettings(groups_per_batch=32, singles_per_group=8)
+RULE = Settings(groups_per_batch=32, singles_per_group=8)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, mo
 
 def source_for(database: Database, **changes) -> Claims:
     values = {"groups_per_batch": 2, "singles_per_group": 1, "wait_seconds": 0.0}
-    return Claims(database, TrainerSettings(**(values | changes)))
+    return Claims(database, Settings(**(values | changes)), holds=FEATURES.holds)
 
 
 def next_batch_within(source, at, seconds=0.5):
@@ -210,7 +211,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
             conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))
     add_finished(database, "s", group_id="g", group_size=1, policy_id=own.policy_id)
     values = {"groups_per_batch": 1, "singles_per_group": 1, "wait_seconds": 0.0}
-    source = Claims(database, TrainerSettings(**values, **quota), policy=own)
+    source = Claims(database, Settings(**values, **quota), policy=own, holds=FEATURES.holds)
     with ThreadPoolExecutor(1) as trainer:
         batch = trainer.submit(source.next, NOW)
         try:
@@ -218,7 +219,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
         finally:
             source.stop()
         assert batch.result(WAIT_SECONDS) is None
-    source = Claims(database, TrainerSettings(**values, **dict.fromkeys(quota, 101)), policy=own)
+    source = Claims(database, Settings(**values, **dict.fromkeys(quota, 101)), policy=own, holds=FEATURES.holds)
     assert source.next(NOW) is not None
     source.close()
 

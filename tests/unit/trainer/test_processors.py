@@ -15,14 +15,13 @@ import trainer.features.supports.turns as sampling_module
 from trainer.batch.batch import build, pack, trained_turns, with_ratio
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
 from trainer.features.supports.processors import RowProcessors, SampledTurn
 from trainer.features.supports.turns import TurnProcessors, Vocabulary, bad_words, processors
 from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.features.supports import SUPPORT as IDS
 from turnwise.store.turns import TurnView
 from turnwise.tokenizer import load_tokenizer
@@ -180,7 +179,7 @@ def test_each_token_of_packed_rows_with_shared_prefixes_knows_its_own_history(mo
     batch = build([one, other, one], [np.ones(2), np.ones(1), np.ones(2)], policy_version=0)
     assert [len(tokens) for tokens in batch.tokens_of] == [3 + 3, 4, 6]
     assert with_ratio(batch).all()
-    policy = Policy(TrainerSettings(model=str(model), attention=attention), TERMS)
+    policy = Policy(Settings(model=str(model), attention=attention), FEATURES.terms)
     policy.load(0)
     reference = load_model(model)
     expected = []
@@ -197,13 +196,13 @@ def test_each_token_of_packed_rows_with_shared_prefixes_knows_its_own_history(mo
             processed_logits(logits, tokens[:start], tokens[start:p], sampling, support=ids).log_softmax(-1)[target]
         )
     for row_tokens in (64, 20, 1):
-        agent = PolicyAgent(policy, TrainerSettings(model=str(model), row_tokens=row_tokens))
+        agent = PolicyAgent(policy, Settings(model=str(model), row_tokens=row_tokens))
         found = agent.logprobs_of(batch, range(3))
         np.testing.assert_allclose(found, np.array(expected), atol=2e-5)
     policy.why_alone = "each chain a sequence of its own"
     rows = pack(batch, [0, 1, 2], None)
     assert all(len(np.unique(batch.table.experience[row.token])) == 1 for row in rows)
-    agent = PolicyAgent(policy, TrainerSettings(model=str(model)))
+    agent = PolicyAgent(policy, Settings(model=str(model)))
     np.testing.assert_allclose(agent.logprobs_of(batch, range(3)), np.array(expected), atol=2e-5)
 
 
@@ -211,7 +210,7 @@ def test_plain_turns_are_not_processed():
     one, other = chains(sampling=[{"temperature": 0.5, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0}] * 2)
     batch = build([one, other], [np.ones(2), np.ones(1)], policy_version=0)
     (row,) = pack(batch, [0, 1], 64)
-    policy = Policy(TrainerSettings(), TERMS)
+    policy = Policy(Settings(), FEATURES.terms)
     assert policy.on_logits(batch, row) is None
     assert one.without_ratio == [None, None]
 
@@ -258,9 +257,9 @@ def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passe
     one = experience(tokens=[1, 2, 3], sampling=[{"top_k": 2}])
     one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, [[2, 5], [4, 7]])}))
     batch = build([one], [np.ones(1)], policy_version=0)
-    policy = Policy(TrainerSettings(model=str(model)), TERMS)
+    policy = Policy(Settings(model=str(model)), FEATURES.terms)
     policy.load(0)
-    found = PolicyAgent(policy, TrainerSettings(model=str(model))).logprobs_of(batch, [0])
+    found = PolicyAgent(policy, Settings(model=str(model))).logprobs_of(batch, [0])
     assert found[0] > -50
     assert found[1] < -1e20
     assert VOCABULARY > 7
@@ -274,9 +273,9 @@ def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(mod
     one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, support)}))
     batch = build([one], [np.ones(1)], policy_version=0, needs_behaviour=False)
     assert batch.table.target.tolist() == [2, 3, 4]
-    policy = Policy(TrainerSettings(model=str(model)), TERMS)
+    policy = Policy(Settings(model=str(model)), FEATURES.terms)
     policy.load(0)
-    found = PolicyAgent(policy, TrainerSettings(model=str(model))).logprobs_of(batch, [0])
+    found = PolicyAgent(policy, Settings(model=str(model))).logprobs_of(batch, [0])
     with torch.no_grad():
         logits = load_model(model)(torch.tensor([[1, 2, 3]])).logits[0].double()
     expected = [

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from support.ledger_samples import add_finished, add_session, finish, make_turn
 
-from trainer.checks import sentinels
-from trainer.checks.sentinels import alarms
-from trainer.claims.claims import Claims, Look, why_held
+from trainer.claims.claims import Claims
 from trainer.claims.ledger import ClaimedBatch, RunProgress, UpdateIds
-from trainer.settings import TrainerSettings
+from trainer.features import FEATURES, Settings, sentinels
+from trainer.features.sentinels import alarms
 from turnwise.store import claims, experiences, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import Played
@@ -111,8 +110,6 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         )
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
-    held = why_held(Look(num_ready=32, alarm=alarm), NOW, TrainerSettings(sentinels={"questions": 0.2}))
-    assert held == alarm
 
 
 @pytest.mark.parametrize("pin", [False, True])
@@ -129,10 +126,10 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
             named = {"turn_id": f"t{version}", "chain_id": f"t{version}", "session_id": f"s{version}"}
             append_turns(conn, [dataclasses.replace(sampled, **named)])
         finish(database, f"s{version}")
-    rule = TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
+    rule = Settings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
     alarm = "sentinel 'questions' is beyond its bound"
     monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
-    stopped = Claims(database, rule, update_ids=UpdateIds())
+    stopped = Claims(database, rule, update_ids=UpdateIds(), holds=FEATURES.holds)
     assert stopped.next(NOW, seconds=0) is None
     assert states(database) == ["blocked"]
     stopped.close()
@@ -140,7 +137,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
         serving.choose_version(conn, 0, pin=pin)
         serving.activate_version(conn, 0)
         assert versions.get_version(conn, 1).alarm == alarm
-    source = Claims(database, rule)
+    source = Claims(database, rule, holds=FEATURES.holds)
     batch = source.next(NOW)
     assert isinstance(batch, ClaimedBatch)
     assert [one.session_id for one in batch.experiences] == ["s0"]
@@ -160,7 +157,7 @@ def test_a_changed_bound_ends_an_alarm_of_the_store(database):
         versions.publish_version(conn, PolicyVersion(version=0, path="v0"))
         serving.activate_version(conn, 0)
         versions.change_version(conn, 0, alarm="sentinel 'questions' is beyond its bound")
-    source = Claims(database, TrainerSettings(groups_per_batch=1, singles_per_group=1, sentinels={}))
+    source = Claims(database, Settings(groups_per_batch=1, singles_per_group=1, sentinels={}), holds=FEATURES.holds)
     assert isinstance(source.next(NOW), ClaimedBatch)
     with database.read() as conn:
         assert versions.get_version(conn, 0).alarm is None

@@ -13,10 +13,9 @@ from support.tiny_vision import IMAGE, KINDS, VOCABULARY, Chains, make_vision_mo
 from transformers import AutoImageProcessor
 
 from trainer.batch.batch import build, pack
-from trainer.features import TERMS
+from trainer.features import FEATURES, Settings
 from trainer.features.images import opened
 from trainer.model.model import Policy
-from trainer.settings import TrainerSettings
 from turnwise.engine_plugin.images import pixels_digest
 from turnwise.errors import SettingsError
 from turnwise.features.images import IMAGES
@@ -35,7 +34,7 @@ def chains(directory):
 
 
 def loaded(directory, **settings):
-    policy = Policy(TrainerSettings(model=str(directory), device="cpu", **settings), TERMS)
+    policy = Policy(Settings(model=str(directory), device="cpu", **settings), FEATURES.terms)
     policy.load(0)
     return policy
 

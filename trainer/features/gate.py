@@ -12,15 +12,19 @@ import dataclasses
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from pydantic import Field
 
 from trainer.batch.batch import Batch, Reals, build
 from trainer.batch.chain import Chain
+from trainer.claims.holds import PublishingGate
+from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
 from trainer.settings import TrainerSettings
+from turnwise.settings import Settings
 from turnwise.store import experiences
 from turnwise.types import Json, SessionKey
 
@@ -31,6 +35,21 @@ NUM_STANDARD_ERRORS = 2.0
 NUM_NAMED = 5
 GOOD_LABELS = ("golden",)
 BAD_LABELS = ("failure",)
+
+
+class GateSettings(Settings):
+    """What a version must hold on before engines get it."""
+
+    gate_sessions: int = Field(default=0, ge=0)
+    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward,
+    and on as many with the label `golden` or `failure`. 0 publishes every version."""
+    gate_drop: float = Field(default=0.02, gt=0)
+    """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
+    or by which those of bad ones may gain on them."""
+    gate_good_reward: float = 1.0
+    """Held-out sessions with at least this reward are good."""
+    gate_bad_reward: float = 0.0
+    """Held-out sessions with at most this reward are bad."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +65,7 @@ class Shift:
 
 
 def shifts_of(
-    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], settings: TrainerSettings
+    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], settings: GateSettings
 ) -> list[Shift]:
     """Return the mean change of each session's sampled tokens."""
     gained = np.asarray(logprobs, np.float64) - batch.table.behaviour
@@ -63,19 +82,21 @@ def shifts_of(
     return shifts
 
 
-RegressionSet = Callable[[int, Collection[str]], tuple[list[Chain], experiences.SessionLabels]]
-"""Reads the chains of a number of held-out sessions and of the same number with each label; returns the labels too."""
-
-
-class Gate:
+class Gate(PublishingGate):
     """Compares the updated weights with held-out sessions; every process calls it in step."""
 
-    def __init__(self, read: RegressionSet, learner: PolicyAgent, settings: TrainerSettings) -> None:
-        self._read = read
+    def __init__(self, ledger: Ledger, learner: PolicyAgent) -> None:
+        assert isinstance(ledger.settings, GateSettings)
+        self._ledger = ledger
         self._learner = learner
-        self._settings = settings
+        self._settings = ledger.settings
 
-    def check(self, policy_version: int) -> tuple[Json, str | None]:
+    @classmethod
+    def is_on(cls, settings: TrainerSettings) -> bool:
+        assert isinstance(settings, GateSettings)
+        return settings.gate_sessions > 0
+
+    def why_unpublished(self, policy_version: int) -> tuple[Json, str | None]:
         """Return gauges, and why weights that come from this version must not be published; None where they may.
 
         Raises:
@@ -83,7 +104,7 @@ class Gate:
         """
         settings, world = self._settings, self._learner.world
         labels = [*GOOD_LABELS, *BAD_LABELS]
-        known, labels_of = world.from_first(lambda: self._read(settings.gate_sessions, labels))
+        known, labels_of = world.from_first(lambda: self._regression_set(labels))
         found = self._comparable(known)
         credit = [np.zeros(len(experience.turn_ids)) for experience in found]
         batch = build(found, credit, policy_version=policy_version)
@@ -99,6 +120,14 @@ class Gate:
             log.error("the version is kept and not served: %s", reason)
         return gauges, reason
 
+    def _regression_set(self, labels: Collection[str]) -> tuple[list[Chain], experiences.SessionLabels]:
+        """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
+        roles, of, most = self._ledger.settings.train_roles, self._ledger.policy_id, self._settings.gate_sessions
+        found, labels_of = self._ledger.read(
+            lambda conn: experiences.regression_set(conn, most, labels, roles=roles, policy_id=of)
+        )
+        return self._ledger.chains(found), labels_of
+
     def _comparable(self, found: Sequence[Chain]) -> list[Chain]:
         kept = [experience for experience in found if self._learner.policy.why_unfit(experience) is None]
         if len(kept) < len(found):
@@ -110,7 +139,7 @@ class Gate:
         return kept
 
 
-def _is_good(experience: Chain, labels: Collection[str], settings: TrainerSettings) -> bool | None:
+def _is_good(experience: Chain, labels: Collection[str], settings: GateSettings) -> bool | None:
     if any(label in labels for label in BAD_LABELS):
         return False
     if any(label in labels for label in GOOD_LABELS) or experience.reward >= settings.gate_good_reward:
@@ -118,7 +147,7 @@ def _is_good(experience: Chain, labels: Collection[str], settings: TrainerSettin
     return False if experience.reward <= settings.gate_bad_reward else None
 
 
-def judge(shifts: Sequence[Shift], settings: TrainerSettings) -> tuple[Json, str | None]:
+def judge(shifts: Sequence[Shift], settings: GateSettings) -> tuple[Json, str | None]:
     """Return gauges, and why a version with these shifts must not be published; None where it may.
 
     A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by

@@ -12,14 +12,44 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Literal
 
-from trainer.settings import Sentinel
-from turnwise.store import experiences, serving
+from pydantic import Field
+
+from trainer.claims.holds import Hold
+from trainer.claims.ledger import Ledger, RunProgress
+from turnwise.settings import FromJson, Settings
+from turnwise.store import claims, experiences, serving, versions
 from turnwise.store.database import Connection
+from turnwise.store.groups import Change
+from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
+Sentinel = Literal[
+    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
+]
+"""`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
+`failed_calls`: of tool results that report an error or that the call was refused. `questions`: of replies that end with
+a question mark. `refusals`: of replies that decline, in English. `repeats`: of replies that repeat an earlier one of
+the session. `empty`: of replies that are empty or cut. `given_up`: sessions that expired, of those that calls name.
+`length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence
+a token of the weights from what sampled their batch, of the version's own update."""
+BOUNDS: Mapping[Sentinel, float] = {
+    "broken_calls": 0.1,
+    "failed_calls": 0.2,
+    "questions": 0.2,
+    "refusals": 0.2,
+    "repeats": 0.2,
+    "empty": 0.1,
+    "given_up": 0.2,
+    "length": 1.0,
+}
+"""What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
+WATCH_SECONDS = 30.0
+"""Time between two comparisons of the sentinels."""
 RELATIVE = frozenset({"length", "certainty"})
 """Sentinels whose bound is a share of the level; the bounds of the others are differences."""
 MIN_SESSIONS = 20
@@ -30,6 +60,49 @@ FAILURES = ("error", "denied", "permission denied", "refused", "rejected")
 """How a tool's result begins that says that the call failed, or that a person or a rule refused it."""
 DECLINES = ("i can't", "i can\N{RIGHT SINGLE QUOTATION MARK}t", "i cannot", "i'm sorry", "i am sorry", "sorry, ")
 NUM_NAMED = 3
+
+
+class SentinelSettings(Settings):
+    """What is watched."""
+
+    sentinels: Annotated[dict[Sentinel, float], FromJson] = Field(default_factory=lambda: dict(BOUNDS))
+    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
+    `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
+    watched; {} watches none."""
+
+
+class Sentinels(Hold):
+    """Waits for a person while a sentinel of the served version is beyond its bound."""
+
+    needs_person = True
+    needs_batch = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        assert isinstance(ledger.settings, SentinelSettings)
+        self._bounds = ledger.settings.sentinels
+        self._ledger = ledger
+        self._watched_at = -math.inf
+
+    def changes(self, conn: Connection, state: ServingState) -> list[Change]:
+        alarmed, of = versions.alarmed_versions(conn, state.active), self._ledger.policy_id
+        return [claims.undone(conn, alarmed, of, held=self._ledger.held_groups)] if alarmed else []
+
+    def watch(self) -> None:
+        """Compare the sentinels, and store the alarm with the version where it changed."""
+        if time.monotonic() - self._watched_at < WATCH_SECONDS:
+            return
+        with self._ledger.db.read() as conn:
+            active = serving.serving_state(conn, self._ledger.policy_id).active
+            if active is None:
+                return
+            alarm = check(conn, self._bounds, self._ledger.policy_id)
+        self._watched_at = time.monotonic()
+        if alarm != active.alarm:
+            with self._ledger.db.write() as conn:
+                versions.change_version(conn, active.version, alarm=alarm)
+
+    def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | None:  # noqa: ARG002
+        return None if state.active is None else state.active.alarm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
