@@ -72,7 +72,6 @@ ACTION_OF_ROUTE = {
     "GET /v1/policies": "read",
     "POST /v1/policies": "publish",
     "POST /v1/policies/{version}/activate": "activate",
-    "POST /v1/policies/{policy}/archive": "activate",
     "GET /v1/doctor": "examine",
     "GET /v1/keys": "keys",
     "POST /v1/keys": "keys",

@@ -49,6 +49,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.exports",
     "proxy.features.labels",
     "proxy.features.forks",
+    "proxy.features.policies",
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
     "proxy.features.limits.routes",

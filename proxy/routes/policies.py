@@ -96,13 +96,6 @@ class Activation(Body):
     """Keep serving this version when newer ones are published; false serves it until a newer version is published."""
 
 
-class Archival(Body):
-    """Whether a policy is in use."""
-
-    archived: bool = True
-    """False takes it into use again."""
-
-
 @router.get("", responses=describe_answer("PolicyPage"))
 async def list_policies(
     services: Here,
@@ -260,26 +253,6 @@ async def activate_policy(
             "pinned_version": version if pin else None,
         }
     )
-
-
-@router.post("/{policy}/archive", responses=describe_answer("NamedPolicy"))
-async def archive_policy(
-    policy: Annotated[Text, Path()], services: Here, principal: Caller, how: Archival | None = None
-) -> Response:
-    """Archive a policy of the caller's tenant, or with `{"archived": false}` take it into use again.
-
-    Calls and new sessions of an archived policy get 409. It is not trained, and engines unload its adapters. Its
-    versions, sessions and files stay.
-    """
-    archived = await services.writer.do(
-        policies.archive_policy,
-        principal.tenant,
-        policy,
-        is_archived=(how or Archival()).archived,
-        max_policies=services.settings.tenant_max_policies,
-    )
-    await services.pool.refresh()
-    return answer(record_json(archived))
 
 
 async def _check_owner(services: Services, principal: Principal) -> None:
