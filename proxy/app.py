@@ -67,6 +67,7 @@ def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> 
     app.add_exception_handler(HTTPException, _answer_http)
     app.state.services = services
     app.state.actions = ACTION_OF_ROUTE | {route: action for own in declared for route, action in own.actions.items()}
+    app.state.endpoints = [own.endpoints for own in declared]
     app.state.answers = [own.answers for own in declared]
     return app
 

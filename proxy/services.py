@@ -17,8 +17,8 @@ from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.calls.steps import CallStep, Steps
 from proxy.engines.checks import check_features, find_template
-from proxy.engines.engine import CONNECT_SECONDS, Engine
-from proxy.engines.http_client import Access, HttpClient
+from proxy.engines.engine import Engine
+from proxy.engines.http_client import Access
 from proxy.engines.pool import DRAIN_SECONDS, EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
@@ -110,17 +110,6 @@ class Services:
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
             model_names=settings.model_names,
         )
-        self.upstream = (
-            None
-            if settings.upstream is None
-            else HttpClient(
-                settings.upstream,
-                connect_seconds=CONNECT_SECONDS,
-                silence_seconds=settings.engine_timeout_seconds,
-                access=Access(bearer_key=settings.upstream_api_key),
-            )
-        )
-        """Where routes that no engine serves are passed to; None if nowhere."""
         self.redact: Callable[[Any], Any] | None = None
         """What a feature leaves of a document that a client gave; None stores it as it is."""
         self.consents: Consents | None = None
@@ -230,8 +219,6 @@ class Services:
             await asyncio.wait_for(self.idle.wait(), self.settings.commit_timeout_seconds)
         await self.pool.close()
         self.reading.close()
-        if self.upstream is not None:
-            await self.upstream.close()
         self.peers.close()
         await self.steps.close()
         with contextlib.suppress(StoreError):

@@ -80,11 +80,6 @@ class ProxySettings(Settings):
     """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
     empty text drops the mark."""
 
-    upstream: str | None = None
-    """Base URL, such as https://HOST/v1, of a server for embeddings, audio, images and moderations. By default these
-    routes are answered with 404."""
-    upstream_api_key: SecretStr | None = None
-    """Bearer key that the proxy presents to `upstream`."""
     model_names: dict[str, Literal["policy", "refuse"]] = Field(default={"*": "policy"})
     """Names of models that clients may ask for: pattern → `policy`, the served policy, or `refuse`. The first pattern
     that matches decides; a name that none matches is refused. `strict` serves the engine's own name only."""

@@ -24,6 +24,7 @@ from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
 from proxy.features.sleep.settings import SleepSettings
 from proxy.features.supports import Supports, SupportSettings
+from proxy.features.upstream.settings import UpstreamSettings
 from proxy.settings import ProxySettings
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
     "proxy.features.limits.routes",
+    "proxy.features.upstream.routes",
     "proxy.features.consent.routes",
 )
 """Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
@@ -68,6 +70,7 @@ class Settings(
     PriceSettings,
     RetentionSettings,
     FeedbackSettings,
+    UpstreamSettings,
     ProxySettings,
 ):
     """Settings of one proxy with all of its features."""
@@ -79,8 +82,9 @@ def beside() -> tuple[type[Beside], ...]:
     from proxy.features.freed_memory import FreedMemory
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
+    from proxy.features.upstream.routes import UpstreamClient
 
-    return (Page, Exports, Retention, FreedMemory)
+    return (Page, Exports, Retention, FreedMemory, UpstreamClient)
 
 
 def reload_parts() -> ReloadParts:

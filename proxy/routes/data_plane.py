@@ -12,7 +12,6 @@ from proxy.auth import Principal
 from proxy.calls.earlier import read_turns
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
-from proxy.engines.http_client import Disconnected
 from proxy.engines.vllm_forms import data_urls
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object
 from proxy.http.bodies import read_body
@@ -20,7 +19,7 @@ from proxy.http.connections import LEFT
 from proxy.routes.calls import DataPlane, Endpoint, ReplySender, SampleEndpoint, admitted, query_of
 from proxy.sessions.conversation import has_media
 from proxy.sessions.identities import identify
-from turnwise.errors import EngineUnavailable, NotFound
+from turnwise.errors import NotFound
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,14 +30,6 @@ COUNTED_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
 """Fields of a chat request beside its messages that the engine renders a prompt from."""
 UNREPEATED_FIELDS = frozenset({"messages", "input", "contents", "prompt", "generateContentRequest"})
 """Fields of a request to count tokens that hold its conversation, which the chat call has."""
-UPSTREAM_ROUTES = [
-    WireRoute(path=f"/v1/{path}", summary="Passed to the upstream")
-    for path in (
-        *("embeddings", "moderations", "rerank", "audio/speech", "audio/transcriptions", "audio/translations"),
-        *("images/generations", "images/edits", "images/variations"),
-    )
-]
-PASSED_HEADERS = (b"content-type", b"accept")
 
 
 class ModelConvertor(StringConvertor):
@@ -140,41 +131,6 @@ ENDPOINTS: dict[Action, type[Endpoint]] = {
 }
 
 
-class Upstream(Endpoint):
-    """A route that no engine of ours serves, as embeddings: passed to a configured upstream, else answered with 404.
-
-    Nothing of it is captured: no policy samples there. The client's key stays here; the upstream gets its own key.
-    """
-
-    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
-        settings, headers = self._services.settings, dict(scope["headers"])
-        upstream = self._services.upstream
-        with cancelled_when_client_leaves(scope["extensions"][LEFT]):
-            principal = await self._caller(headers)
-            principal.require("call")
-            if upstream is None:
-                raise NotFound(
-                    f"{self._route.path} is not served: the engine only generates text; "
-                    "the setting `upstream` names a server that such requests are passed to",
-                    code="no_route",
-                )
-            passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
-            path = self._route.path.removeprefix("/v1")
-            if query := scope["query_string"].decode("latin-1"):
-                path += f"?{query}"
-            with self._services.bodies.open(principal.tenant, principal.root_key_id, headers) as memory:
-                body = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
-                try:
-                    with await upstream.request("POST", path, body, passed) as answer:
-                        content = await answer.read(settings.max_reply_bytes)
-                except Disconnected as error:
-                    raise EngineUnavailable(
-                        f"the upstream of {self._route.path} cannot be reached ({error}); retry"
-                    ) from error
-        content_type = (answer.content_type or "application/json").encode("latin-1")
-        await reply.whole(content, status=answer.status, content_type=content_type)
-
-
 def data_plane(app: FastAPI, services: Services) -> DataPlane:
     """Return what serves the routes of the data plane; it passes other requests to the app."""
     register_url_convertor("model", ModelConvertor())
@@ -183,5 +139,5 @@ def data_plane(app: FastAPI, services: Services) -> DataPlane:
         for dialect in registry.DIALECTS
         for route in dialect.routes
     ]
-    served += [(route, Upstream(services, registry.DIALECTS[0], route)) for route in UPSTREAM_ROUTES]
+    served += [each for make in app.state.endpoints for each in make(services)]
     return DataPlane(app, served)

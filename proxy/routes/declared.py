@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 
 if TYPE_CHECKING:
+    from proxy.dialects.base import WireRoute
+    from proxy.routes.calls import Endpoint
     from proxy.routes.models import Answer
+    from proxy.services import Services
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,8 @@ class Routes:
     """The action of each route, as `proxy.auth.ACTION_OF_ROUTE` has those of the core."""
     files: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """By their path what answers without a key and is in no document: a handler, or an app that is mounted."""
+    endpoints: Callable[[Services], Iterable[tuple[WireRoute, Endpoint]]] = lambda _: ()
+    """Makes what it serves on the data plane."""
     answers: Callable[[], Iterable[type[Answer]]] = tuple
     """Makes the models of answers, which only the OpenAPI document needs: pydantic takes long for them."""
 

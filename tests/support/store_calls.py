@@ -226,6 +226,7 @@ def _keys(conn: sa.Connection) -> None:
     limits.add_usage(conn, {("t", key_id, 1): 5})
     limits.used_by_key(conn, "t", key_id, since_day=1)
     limits.used_by_key(conn, "t", since_day=1)
+    limits.TOKENS_USED.read(conn, "key", "t", None)
 
 
 def _consent(conn: sa.Connection) -> None:

@@ -1,0 +1,1 @@
+"""Routes that no engine serves, passed to another server."""
