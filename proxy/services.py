@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from fastapi import Request
 
 from proxy.auth import Authenticator, Principal, open_authenticator
-from proxy.calls.images import Images
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.calls.steps import CallStep, Steps
+from proxy.dialects.base import Call
 from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -31,7 +31,7 @@ from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
-from turnwise.errors import EngineUnsuitable, StoreError
+from turnwise.errors import EngineUnsuitable, InvalidRequest, StoreError
 from turnwise.settings import READABLE
 from turnwise.store.database import Database, readable_files
 from turnwise.types import Session
@@ -75,6 +75,13 @@ class TokenBudgets(Protocol):
         """Add tokens to those that the caller has used."""
 
 
+async def refuse_media(call: Call) -> None:
+    """Refuse a call with media: an engine would fetch what their URLs name."""
+    raise InvalidRequest(
+        f"the {call.dialect.name} call has media, and this proxy serves text alone; send it without", param="messages"
+    )
+
+
 class Services:
     """The services that handle requests, on an open store."""
 
@@ -110,6 +117,8 @@ class Services:
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
             model_names=settings.model_names,
         )
+        self.take_media: Callable[[Call], Awaitable[None]] = refuse_media
+        """What reads the media in a call's messages; without a feature that does, such a call is refused."""
         self.redact: Callable[[Any], Any] | None = None
         """What a feature leaves of a document that a client gave; None stores it as it is."""
         self.consents: Consents | None = None
@@ -128,7 +137,6 @@ class Services:
             opened=self.steps.opened,
             entered=self.steps.entered,
         )
-        self.images = Images(settings, metrics)
         self.retries = Retries(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
         self.reading = ReadingProcess()

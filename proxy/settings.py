@@ -90,13 +90,6 @@ class ProxySettings(Settings):
     131,072 tokens with `top_logprobs` of 20 fit, which take up to 250 MiB."""
     max_json_string_bytes: int = Field(default=8 * 2**20, gt=0)
     """Longest string in one request body. Longer ones can hold the event loop for more than 5 ms."""
-    max_images: int = Field(default=64, ge=0)
-    """Most images in the conversation of one call; the engine has a limit of its own."""
-    max_image_bytes: int = Field(default=16 * 2**20, gt=0)
-    """Longest file of one image, in bytes."""
-    fetch_images: bool = False
-    """Whether images are fetched whose messages have an http or https URL: from public addresses only, with at most
-    three redirects. The engine never fetches one."""
     max_concurrent_calls: int = Field(default=1024, gt=0)
     """Concurrent calls; more are answered 429."""
     tenant_max_policies: int | None = Field(default=None, ge=0)

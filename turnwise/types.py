@@ -15,8 +15,8 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ DEFAULT_POLICY = 0
 DEFAULT_POLICY_NAME = "default"
 
 
+IMAGES = "images"
+"""The part of a turn that has the places of its images."""
 IMAGE_URL = "image:"
 """Begin of the URL of a stored image, before the SHA-256 of its file in hexadecimal."""
 STORED_IMAGE = re.compile(IMAGE_URL + r"([0-9a-f]{64})")
@@ -59,6 +61,13 @@ def image_digests(messages: Iterable[Json]) -> list[str]:
     images = (part.get("image_url") for part in parts if part.get("type") == "image_url")
     found = (STORED_IMAGE.fullmatch(str(image.get("url"))) for image in images if isinstance(image, dict))
     return [match[1] for match in found if match is not None]
+
+
+class Media(NamedTuple):
+    """An image's file."""
+
+    media_type: str
+    content: bytes
 
 
 def value_of_json(text: str) -> Any:
@@ -343,6 +352,16 @@ class Turn:
     """What features keep of it, by the feature's name for it, as `turnwise.parts` packs them."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
+
+
+def pack_images(images: Sequence[Json]) -> bytes:
+    return json.dumps(images, separators=(",", ":")).encode()
+
+
+def placed_images(turn: Turn) -> list[Json]:
+    """Return the images in what a turn's prompt adds, each as the JSON of a `PlacedImage`."""
+    packed = turn.parts.get(IMAGES)
+    return [] if packed is None else json.loads(packed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

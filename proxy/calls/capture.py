@@ -29,8 +29,7 @@ from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
-from turnwise.features.images import IMAGES, Media, pack_images
-from turnwise.types import Json, Outcome, SessionKey, TokenIds, image_digests, utc_now
+from turnwise.types import IMAGES, Json, Media, Outcome, SessionKey, TokenIds, image_digests, pack_images, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 NO_LOGPROBS = np.empty(0, np.float32)

@@ -12,10 +12,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from turnwise.features.images import Media
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
-from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, Turn
+from turnwise.types import DEFAULT_POLICY, Json, Media, PolicyVersion, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 

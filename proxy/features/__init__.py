@@ -16,6 +16,7 @@ from proxy.features.consent.settings import ConsentSettings
 from proxy.features.dropped import Dropped
 from proxy.features.experts import Experts
 from proxy.features.feedback.settings import FeedbackSettings
+from proxy.features.images import Images, ImageSettings
 from proxy.features.limits import CallLimits
 from proxy.features.limits.settings import LimitSettings
 from proxy.features.pins import PinSettings, PinStep
@@ -38,6 +39,7 @@ STEPS: tuple[type[CallStep], ...] = (
     Redaction,
     Resumed,
     PinStep,
+    Images,
     Supports,
     Experts,
     Prices,
@@ -61,6 +63,7 @@ ROUTES: tuple[str, ...] = (
 
 
 class Settings(
+    ImageSettings,
     SleepSettings,
     SupportSettings,
     ArmSettings,

@@ -271,7 +271,7 @@ class SampleEndpoint(Endpoint):
         if running.body is not None:
             running.body.close()
         if has_media(call.messages):
-            await services.images.take(call)
+            await services.take_media(call)
         # Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         must_wait = services.sessions.template is None and not services.pool.serving
         running.has_waited = must_wait and not await services.pool.wait_for_first()

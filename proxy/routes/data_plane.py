@@ -54,7 +54,7 @@ class CountEndpoint(Endpoint):
                 await services.pool.name_policy(call, principal)
                 identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
                 if has_media(call.messages):
-                    await services.images.take(call)
+                    await services.take_media(call)
                 num_tokens = await services.sessions.continued_length(call, principal)
                 if num_tokens is None:
                     num_tokens = await self._rendered_length(call, principal)

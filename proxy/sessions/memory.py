@@ -31,11 +31,10 @@ from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
-from turnwise.features.images import placed_images
 from turnwise.json_text import dumps
 from turnwise.store import conversations, sessions
 from turnwise.store.database import Connection, Database
-from turnwise.types import Outcome, Role, Session, SessionKey, Turn
+from turnwise.types import Outcome, Role, Session, SessionKey, Turn, placed_images
 
 MAX_SESSIONS = 20_000
 """Maximum number of sessions in the memory of one process."""

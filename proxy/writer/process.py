@@ -33,13 +33,12 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Link, frame
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.features.images import Media
 from turnwise.parts import PartProblem, known, pack_parts, unpack_parts
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
 from turnwise.telemetry.logs import LogFormat, configure_logging
-from turnwise.types import Outcome, Reward, Session, Turn
+from turnwise.types import Media, Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import sqlalchemy as sa
@@ -21,12 +21,11 @@ from turnwise.parts import Keys, Part
 from turnwise.store.extensions import Extension
 from turnwise.store.schema import ROWS_AT_ONCE, index, metadata, sessions
 from turnwise.store.statements import insert_new_rows, is_among
-from turnwise.types import IMAGE_URL, Json, Turn, image_digests
+from turnwise.types import IMAGE_URL, IMAGES, Json, Media, Turn, image_digests, pack_images, placed_images
 
 if TYPE_CHECKING:
     from turnwise.store.rows import StoredRow
 
-IMAGES = "images"
 SHOWN = (
     "The images in `prompt_delta`, in order, each as a `PlacedImage`; None without one, or if their places are not "
     "known."
@@ -58,13 +57,6 @@ session_media = sa.Table(
     index("ix_session_media_digest", "tenant", "digest"),
 )
 """Which sessions have an image; with the last of them it is deleted."""
-
-
-class Media(NamedTuple):
-    """An image's file."""
-
-    media_type: str
-    content: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,16 +153,6 @@ class Images(Part):
             if not is_inside or any(not image.offset <= first < last <= end for first, last in runs):
                 return [(f"images[{number}]", f"lies at {image.offset} to {end}, with features at {runs}")]
         return []
-
-
-def pack_images(images: Sequence[Json]) -> bytes:
-    return json.dumps(images, separators=(",", ":")).encode()
-
-
-def placed_images(turn: Turn) -> list[Json]:
-    """Return the images in what a turn's prompt adds, each as the JSON of a `PlacedImage`."""
-    packed = turn.parts.get(IMAGES)
-    return [] if packed is None else json.loads(packed)
 
 
 def images_of(experience: Experience) -> Sequence[PlacedImage]:

@@ -239,7 +239,7 @@ def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
-    others = [*digested_parts(row["parts"]), *filter(None, (row["policy_id"],))]
+    others = [*(digested_parts(row["parts"]) if row["parts"] else ()), *filter(None, (row["policy_id"],))]
     return _digest(b"turn", (*_turn_values(row), *others) if others else _turn_values(row))
 
 

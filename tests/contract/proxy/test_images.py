@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 from support.servers import serving
 
-from proxy.calls.images import is_public
+from proxy.features.images import is_public
 from turnwise.features import retention
 from turnwise.features.images import media
 from turnwise.store.database import Database
@@ -73,7 +73,7 @@ def pictures() -> Iterator[http.server.ThreadingHTTPServer]:
 
 @pytest.fixture
 def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setattr("proxy.calls.images.FETCH_SECONDS", 1.0)
+    monkeypatch.setattr("proxy.features.images.FETCH_SECONDS", 1.0)
     limits = {"max_image_bytes": len(PNG) * 2, "max_images": 3}
     with in_process_proxy(tmp_path, fetch_images=True, **limits) as (client, _):
         yield client
@@ -169,7 +169,7 @@ def test_images_over_the_limits_are_refused(fetching):
 
 
 def test_a_fetched_image_is_stored_and_reaches_the_engine_as_a_data_url(fetching, pictures, monkeypatch):
-    monkeypatch.setattr("proxy.calls.images.is_public", lambda _: True)
+    monkeypatch.setattr("proxy.features.images.is_public", lambda _: True)
     here = f"http://localhost:{pictures.server_port}"
     ask(fetching, part(f"{here}/to//picture")).raise_for_status()
     assert pictures.asked == ["/to//picture", "/picture"]
@@ -200,7 +200,7 @@ def test_no_private_address_is_called_by_name_number_or_redirect(fetching, pictu
         checked.append(str(address))
         return len(checked) == 1
 
-    monkeypatch.setattr("proxy.calls.images.is_public", first_only)
+    monkeypatch.setattr("proxy.features.images.is_public", first_only)
     redirected = ask(fetching, part(f"http://127.0.0.1:{port}/to/http://127.0.0.1:{port}/picture"))
     assert redirected.json()["error"]["code"] == "private_address"
     assert len(pictures.asked) == 1

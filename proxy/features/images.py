@@ -15,18 +15,22 @@ import re
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+from pydantic import Field
 
+from proxy.calls.steps import CallStep
 from proxy.dialects.base import Call
-from proxy.metrics import Metrics
 from proxy.sessions.conversation import TEXT_PARTS
-from proxy.settings import ProxySettings
 from turnwise.errors import InvalidRequest, TooLarge
-from turnwise.features.images import Media
-from turnwise.types import IMAGE_URL, Json
+from turnwise.settings import Settings
+from turnwise.types import IMAGE_URL, Json, Media
+
+if TYPE_CHECKING:
+    from proxy.services import Services
+    from proxy.settings import ProxySettings
 
 IMAGE_PARTS = ("image_url", "input_image")
 OTHER_MEDIA = (
@@ -72,13 +76,32 @@ _ISATAP = 0x5EFE
 """In bits 32 to 47 of an address of IPv6, before the IPv4 address that a router sends its packets to."""
 
 
-class Images:
+class ImageSettings(Settings):
+    """Which images are served."""
+
+    max_images: int = Field(default=64, ge=0)
+    """Most images in the conversation of one call; the engine has a limit of its own."""
+    max_image_bytes: int = Field(default=16 * 2**20, gt=0)
+    """Longest file of one image, in bytes."""
+    fetch_images: bool = False
+    """Whether images are fetched whose messages have an http or https URL: from public addresses only, with at most
+    three redirects. The engine never fetches one."""
+
+
+class Images(CallStep):
     """Takes the images out of calls."""
 
-    def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
-        self._settings = settings
-        self._metrics = metrics
+    def __init__(self, services: Services) -> None:
+        assert isinstance(services.settings, ImageSettings)
+        self._settings = services.settings
+        self._max_body_bytes = services.settings.max_body_bytes
+        self._metrics = services.metrics
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        services.take_media = self.take
+
+    @classmethod
+    def is_on(cls, settings: ProxySettings) -> bool:
+        return isinstance(settings, ImageSettings)
 
     async def take(self, call: Call) -> None:
         """Read the images of a call, and name them by their digests in its messages.
@@ -129,7 +152,7 @@ class Images:
         if is_fetched:
             if not self._settings.fetch_images:
                 raise _refused(url, "no image is fetched: send a data URL, or set `fetch_images`", "not_fetched")
-            most = min(self._settings.max_image_bytes, self._settings.max_body_bytes - num_fetched)
+            most = min(self._settings.max_image_bytes, self._max_body_bytes - num_fetched)
             async with self._fetches:
                 content = await fetch(url, most, FETCH_SECONDS)
         elif (head := _DATA_URL.match(url)) is not None:
