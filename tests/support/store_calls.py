@@ -16,7 +16,20 @@ from support.ledger_samples import make_turn
 from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, arms, consent, feedback, forks, images, labels, limits, records, retention
+from turnwise.features import (
+    archive,
+    arms,
+    consent,
+    feedback,
+    forks,
+    gate,
+    images,
+    labels,
+    limits,
+    records,
+    retention,
+    sentinels,
+)
 from turnwise.features.advantages import with_advantages
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.feedback import Feedback, FeedbackKind
@@ -404,7 +417,7 @@ OF_ALL: dict[str, Ask] = {
     "how all calls are sampled": lambda c: turns.newest_samplings(c, None),
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),
-    "the regression set": lambda c: experiences.regression_set(c, 4, ["golden"], roles=set(Role)),
+    "the regression set": lambda c: gate.regression_set(c, 4, ["golden"], roles=set(Role)),
     "summaries of updates": lambda c: (acknowledge(c, 2, "over"), page_updates.judged_sessions(c, "t", 2)),
     "updates": lambda c: page_updates.list_update_views(c, "t"),
     "later updates": lambda c: (
@@ -443,9 +456,9 @@ OF_ALL: dict[str, Ask] = {
     "states of a version": _versions,
     "a hold-out": _holdout,
     "sessions for the sentinels": lambda c: (
-        experiences.live_sessions(c, 4),
-        experiences.live_sessions(c, 4, newest=True),
-        experiences.held_out_sessions(c, 1, 4),
+        sentinels.live_sessions(c, 4),
+        sentinels.live_sessions(c, 4, newest=True),
+        sentinels.held_out_sessions(c, 1, 4),
     ),
     "a lease": _lease,
     "engine activity": lambda c: [activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],

@@ -24,8 +24,8 @@ from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
 from trainer.model.memory import OutOfMemory
 from trainer.settings import TrainerSettings
+from turnwise.features import gate
 from turnwise.settings import Settings
-from turnwise.store import experiences
 from turnwise.types import Json, SessionKey
 
 log = logging.getLogger(__name__)
@@ -120,11 +120,11 @@ class Gate(PublishingGate):
             log.error("the version is kept and not served: %s", reason)
         return gauges, reason
 
-    def _regression_set(self, labels: Collection[str]) -> tuple[list[Chain], experiences.SessionLabels]:
+    def _regression_set(self, labels: Collection[str]) -> tuple[list[Chain], gate.SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         roles, of, most = self._ledger.settings.train_roles, self._ledger.policy_id, self._settings.gate_sessions
         found, labels_of = self._ledger.read(
-            lambda conn: experiences.regression_set(conn, most, labels, roles=roles, policy_id=of)
+            lambda conn: gate.regression_set(conn, most, labels, roles=roles, policy_id=of)
         )
         return self._ledger.chains(found), labels_of
 

@@ -21,8 +21,9 @@ from pydantic import Field
 
 from trainer.claims.holds import Hold
 from trainer.claims.ledger import Ledger, RunProgress
+from turnwise.features import sentinels
 from turnwise.settings import FromJson, Settings
-from turnwise.store import claims, experiences, serving, versions
+from turnwise.store import claims, serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import Change
 from turnwise.store.serving import ServingState
@@ -132,18 +133,16 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
         return None
     now = [
         one
-        for one in experiences.live_sessions(conn, MAX_SESSIONS, policy_id, newest=True)
+        for one in sentinels.live_sessions(conn, MAX_SESSIONS, policy_id, newest=True)
         if one.version == active.version
     ]
     if holdout is not None:
         level, level_of = (
-            experiences.held_out_sessions(conn, holdout.version, MAX_SESSIONS),
+            sentinels.held_out_sessions(conn, holdout.version, MAX_SESSIONS),
             f"hold-out {holdout.version}",
         )
     else:
-        level = [
-            one for one in experiences.live_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version
-        ]
+        level = [one for one in sentinels.live_sessions(conn, MAX_SESSIONS, policy_id) if one.version < active.version]
         level_of = "the first sessions"
     found = next(iter(alarms(now, level, bounds)), None)
     if found is not None:
@@ -156,7 +155,7 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
 
 
 def alarms(
-    now: Sequence[experiences.Played], level: Sequence[experiences.Played], bounds: Mapping[Sentinel, float]
+    now: Sequence[sentinels.Played], level: Sequence[sentinels.Played], bounds: Mapping[Sentinel, float]
 ) -> list[Alarm]:
     found = []
     for name, bound in bounds.items():
@@ -179,12 +178,12 @@ def _error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _values(sessions: Iterable[experiences.Played], name: Sentinel) -> list[tuple[float, str]]:
+def _values(sessions: Iterable[sentinels.Played], name: Sentinel) -> list[tuple[float, str]]:
     found = ((MEASURES[name](one), one.session_id) for one in sessions)
     return [(value, session_id) for value, session_id in found if value is not None]
 
 
-def _broken_calls(one: experiences.Played) -> float | None:
+def _broken_calls(one: sentinels.Played) -> float | None:
     offered: dict[str, set[str]] = defaultdict(set)
     for turn in one.turns:
         offered[turn.chain_id] |= {str((tool.get("function") or tool).get("name")) for tool in turn.tools or ()}
@@ -207,7 +206,7 @@ def _is_object(call: Json) -> bool:
         return False
 
 
-def _failed_calls(one: experiences.Played) -> float | None:
+def _failed_calls(one: sentinels.Played) -> float | None:
     results = [message for turn in one.turns for message in turn.messages if message.get("role") == "tool"]
     return statistics.fmean(map(_reports_error, results)) if results else None
 
@@ -231,19 +230,19 @@ def _text(turn: Turn) -> str:
     return content.strip() if isinstance(content, str) else ""
 
 
-def _questions(one: experiences.Played) -> float | None:
+def _questions(one: sentinels.Played) -> float | None:
     replies = [_text(turn) for turn in one.turns if not _calls(turn) and _text(turn)]
     asking = [text.endswith(("?", "\N{FULLWIDTH QUESTION MARK}")) for text in replies]
     return statistics.fmean(asking) if asking else None
 
 
-def _refusals(one: experiences.Played) -> float | None:
+def _refusals(one: sentinels.Played) -> float | None:
     replies = [turn for turn in one.turns if not _calls(turn) and (_text(turn) or turn.response.get("refusal"))]
     refusing = [bool(turn.response.get("refusal")) or _text(turn).lower().startswith(DECLINES) for turn in replies]
     return statistics.fmean(refusing) if refusing else None
 
 
-def _repeats(one: experiences.Played) -> float | None:
+def _repeats(one: sentinels.Played) -> float | None:
     seen: set[str] = set()
     repeated = []
     for turn in one.turns:
@@ -253,26 +252,26 @@ def _repeats(one: experiences.Played) -> float | None:
     return statistics.fmean(repeated)
 
 
-def _empty(one: experiences.Played) -> float | None:
+def _empty(one: sentinels.Played) -> float | None:
     return statistics.fmean(turn.finish_reason == "length" or not (_text(turn) or _calls(turn)) for turn in one.turns)
 
 
-def _given_up(one: experiences.Played) -> float | None:
+def _given_up(one: sentinels.Played) -> float | None:
     if any(turn.inferred_by is not None for turn in one.turns):  # calls that name no session end none
         return None
     return float(one.status is SessionStatus.EXPIRED)
 
 
-def _length(one: experiences.Played) -> float | None:
+def _length(one: sentinels.Played) -> float | None:
     return statistics.fmean(turn.token_ids.size for turn in one.turns)
 
 
-def _certainty(one: experiences.Played) -> float | None:
+def _certainty(one: sentinels.Played) -> float | None:
     logprobs = [float(logprob) for turn in one.turns for logprob in turn.logprobs]
     return statistics.fmean(logprobs) if logprobs else None
 
 
-MEASURES: Mapping[Sentinel, Callable[[experiences.Played], float | None]] = {
+MEASURES: Mapping[Sentinel, Callable[[sentinels.Played], float | None]] = {
     "broken_calls": _broken_calls,
     "failed_calls": _failed_calls,
     "questions": _questions,

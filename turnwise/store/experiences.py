@@ -6,8 +6,8 @@ Sessions are read in batches, so a long history streams in bounded memory.
 Where several policies sampled in a session, each has the session's rewards for its own turns, as if it had sampled
 alone. The turns of the others are steps that it does not train, as those of roles that are not trained.
 
-For an evaluation the version is read from the turns, because
-engines may serve another version than the one that was to be evaluated.
+For an evaluation the version is read from the turns, because engines may serve another version than the one that was to
+be evaluated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -39,8 +39,6 @@ from turnwise.store.statements import is_among
 from turnwise.store.turns import turns_of
 from turnwise.store.updates import Updates, trained_in
 from turnwise.types import (
-    DEFAULT_POLICY,
-    FORKED,
     IMPORT,
     TRAINED_ROLES,
     Credit,
@@ -55,8 +53,6 @@ from turnwise.types import (
     Turn,
 )
 
-SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
-_OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 MAY_BE_TRAINED = sessions.c.train == 1
 
 
@@ -96,7 +92,7 @@ def experiences(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) 
     clauses = wanted.clauses()
     if wanted.status is None and wanted.session_id is None:
         clauses.append(sessions.c.status != SessionStatus.OPEN.value)
-    yield from _stream(source, clauses, shape)
+    yield from stream(source, clauses, shape)
 
 
 def experiences_of_groups(
@@ -114,7 +110,7 @@ def experiences_of_groups(
     shape = Shape(roles=roles, merge="chain", with_imported=with_imported, with_files=True, policy_id=policy_id)
     whole = sa.select(sa.func.coalesce(groups.c.part_of, groups.c.group_pk)).where(groups.c.group_pk.in_(group_pks))
     clauses = [sessions.c.group_pk.in_(whole), sessions.c.status != SessionStatus.OPEN.value, MAY_BE_TRAINED]
-    return _stream(conn, clauses, shape)
+    return stream(conn, clauses, shape)
 
 
 def session_credit(conn: sa.Connection, session_pk: int, policy_id: int) -> SessionCredit | None:
@@ -132,7 +128,7 @@ def opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
     return source.read() if isinstance(source, Database) else contextlib.nullcontext(source)
 
 
-def _stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
+def stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
     is_rewarded = [] if shape.with_unrewarded else [sessions.c.num_rewards > 0]
     found: Sequence[StoredRow] = ()
     while True:
@@ -286,96 +282,3 @@ def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple
         )
     ).one()
     return row[0], row[1]
-
-
-def regression_set(
-    conn: sa.Connection,
-    num_sessions: int,
-    labels: Collection[str],
-    *,
-    roles: Collection[Role],
-    policy_id: int = DEFAULT_POLICY,
-) -> tuple[list[Experience], SessionLabels]:
-    """Return one experience per chain of the newest held-out sessions with a reward, and of those with a label.
-
-    `num_sessions` is the maximum number of held-out sessions, and of sessions of each label. Sessions with one of
-    `labels` may be of any split, and need no reward.
-    """
-    is_over = sessions.c.status != SessionStatus.OPEN.value
-    is_held_out = sessions.c.split == Split.EVAL.value, is_over, sessions.c.num_rewards > 0, MAY_BE_TRAINED
-    held_out = sa.select(sessions.c.session_pk).where(*is_held_out, sessions.c.policy_id == policy_id)
-    pks = set(conn.execute(held_out.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
-    every = sa.select(sessions.c.session_pk)
-    of_label = {label: every.where(*SessionFilter(label=label).clauses()) for label in labels}
-    for marked in of_label.values():
-        pks.update(conn.execute(marked.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).scalars())
-    found = conn.execute(
-        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
-            sessions.c.session_pk.in_(pks), is_over, sessions.c.policy_id == policy_id, MAY_BE_TRAINED
-        )
-    ).all()
-    own = is_among(conn.dialect, sessions.c.session_pk, sorted(row.session_pk for row in found))
-    having = {label: set(conn.execute(marked.where(own)).scalars()) for label, marked in of_label.items()}
-    named = {
-        (row.tenant, row.session_id): frozenset(label for label, pks in having.items() if row.session_pk in pks)
-        for row in found
-    }
-    shape = Shape(roles=roles, merge="chain", with_unrewarded=True, with_files=True, policy_id=policy_id)
-    return list(_stream(conn, [own], shape)), named
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """A session that is over, with the sampled turns of its own policy."""
-
-    session_id: str
-    status: SessionStatus
-    turns: Sequence[Turn]
-
-    @property
-    def version(self) -> int:
-        return max(turn.policy_version_last for turn in self.turns)
-
-
-def live_sessions(
-    conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY, *, newest: bool = False
-) -> list[Played]:
-    """Return a policy's live sessions that ended and that expired: the first or the newest `num_sessions` of each."""
-    found: list[StoredRow] = []
-    at = sessions.c.last_active_at
-    for status in _OVER:
-        # The index `ix_sessions_live` has the rows with the first two conditions.
-        is_live = (
-            sessions.c.group_id.is_(None),
-            sessions.c.ended_at.is_not(None),
-            sessions.c.split == Split.TRAIN.value,
-            sessions.c.policy_id == policy_id,
-            MAY_BE_TRAINED,
-        )
-        over = sa.select(sessions).where(sessions.c.status == status, *is_live).order_by(at.desc() if newest else at)
-        found += conn.execute(over.limit(num_sessions)).all()
-    return _with_turns(conn, found)
-
-
-def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
-    """Return the newest sessions that are over and sampled with this version as the hold-out."""
-    is_over = sessions.c.status.in_(_OVER)
-    is_held_out = sessions.c.split == Split.EVAL.value, sessions.c.arm == version
-    found = sa.select(sessions).where(*is_held_out, is_over, MAY_BE_TRAINED)
-    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
-
-
-def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:
-    rows = [row for row in found if row.opened_by != IMPORT]
-    stored = turns_of(conn, [row.session_pk for row in rows])
-    sampled = {
-        row.session_pk: [
-            turn for turn in stored.get(row.session_pk, ()) if turn.reason != FORKED and turn.policy_id == row.policy_id
-        ]
-        for row in rows
-    }
-    return [
-        Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
-        for row in rows
-        if sampled[row.session_pk]
-    ]

@@ -16,9 +16,9 @@ from trainer.claims.ledger import RunProgress
 from trainer.features import Settings
 from trainer.features.gate import Shift, judge, shifts_of
 from trainer.features.rewinds import GivenUp, why_held
-from turnwise.features import labels
+from turnwise.features import gate, labels
 from turnwise.features.labels import Label
-from turnwise.store import experiences, serving, sessions, versions
+from turnwise.store import serving, sessions, versions
 from turnwise.types import PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
 
@@ -165,7 +165,7 @@ def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_rewa
         sessions.end_session(conn, "default", "unrewarded")
         for session_id, label in (("a-0-1", "failure"), ("unrewarded", "failure"), ("held-out-0-2", "golden")):
             labels.set_label(conn, "default", session_id, Label(label=label))
-        found, labels_of = experiences.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
+        found, labels_of = gate.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
     assert [one.session_id for one in found] == ["a-0-1", "held-out-0-1", "held-out-0-2", "unrewarded"]
     assert labels_of["default", "a-0-1"] == {"failure"}
     assert labels_of["default", "held-out-0-1"] == set()

@@ -7,7 +7,7 @@ import pytest
 from support.ledger_samples import add_finished, add_session, finish
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, consent, forks, retention
+from turnwise.features import archive, consent, forks, retention, sentinels
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.store import claims, experiences, groups, selection, sessions
 from turnwise.store.database import Database
@@ -151,8 +151,8 @@ def test_exports_and_the_regression_set_leave_marked_sessions_out_unless_they_ar
         for train, expected in ((True, ["kept"]), (False, ["denied"]), (None, ["denied", "kept"])):
             wanted = selection.SessionFilter(train=train)
             assert [one.session_id for one in experiences.experiences(conn, wanted)] == expected
-        assert experiences.live_sessions(conn, 9)[0].session_id == "kept"
-        assert len(experiences.live_sessions(conn, 9)) == 1
+        assert sentinels.live_sessions(conn, 9)[0].session_id == "kept"
+        assert len(sentinels.live_sessions(conn, 9)) == 1
 
 
 def test_a_session_that_comes_back_from_an_archive_gets_the_marks_that_were_made_meanwhile(database):

@@ -12,7 +12,7 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import advantages, arms, consent, retention
+from turnwise.features import advantages, arms, consent, gate, retention, sentinels
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.page import overview
 from turnwise.features.page import updates as page_updates
@@ -278,10 +278,10 @@ def test_a_part_is_stale_and_in_flight_by_its_own_versions(database, two):
             row for row in conn.execute(sa.select(schema.sessions)) if row.session_id == "held out"
         ]
         assert experiences.versions_sampled(conn, [("default", "held out")]) == (1, 1)
-        assert [one.version for one in experiences.live_sessions(conn, 9, a)] == [1]
+        assert [one.version for one in sentinels.live_sessions(conn, 9, a)] == [1]
         newer, older = arms.arms_since(conn, since, (1, 9), a)
         assert (newer.num_sessions, older.num_sessions) == (2, 0)
-        (of_gate,) = experiences.regression_set(conn, 9, [], roles=TRAINED_ROLES, policy_id=a)[0]
+        (of_gate,) = gate.regression_set(conn, 9, [], roles=TRAINED_ROLES, policy_id=a)[0]
         assert of_gate.turn_ids == ("held out-own",)
 
 
@@ -341,11 +341,9 @@ def test_sessions_are_compared_within_their_policy(database, two):
     with database.read() as conn:
         newer, older = arms.arms_since(conn, since, (1, 2), a)
         assert (newer.num_sessions, older.num_sessions) == (1, 0)
-        assert [one.session_id for one in experiences.live_sessions(conn, 9, a, newest=True)] == ["of-a"]
-        assert [one.session_id for one in experiences.live_sessions(conn, 9, b)] == ["of-b"]
-        named = {
-            policy_id: experiences.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two
-        }
+        assert [one.session_id for one in sentinels.live_sessions(conn, 9, a, newest=True)] == ["of-a"]
+        assert [one.session_id for one in sentinels.live_sessions(conn, 9, b)] == ["of-b"]
+        named = {policy_id: gate.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two}
         assert [list(named[policy_id]) for policy_id in two] == [[], [("default", "held-out-of-b")]]
         assert groups.imported_groups(conn, a) == []
 

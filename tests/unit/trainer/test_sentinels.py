@@ -11,9 +11,9 @@ from trainer.claims.claims import Claims
 from trainer.claims.ledger import ClaimedBatch, RunProgress, UpdateIds
 from trainer.features import FEATURES, Settings, sentinels
 from trainer.features.sentinels import alarms
-from turnwise.store import claims, experiences, serving, sessions, versions
+from turnwise.features.sentinels import Played, live_sessions
+from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.experiences import Played
 from turnwise.store.notices import trainer_statuses
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
@@ -105,9 +105,7 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         assert sentinels.check(conn, {"questions": 1.0, "kl": 0.5}) is None
         moved = sentinels.check(conn, {"kl": 0.4})
         assert moved.startswith("sentinel 'kl' of version 1 is 0.5 against 0 of what sampled its batch, beyond its")
-        assert len(experiences.live_sessions(conn, 99, newest=True)) == 40, (
-            "sessions of groups and of evaluations are not watched"
-        )
+        assert len(live_sessions(conn, 99, newest=True)) == 40, "sessions of groups and of evaluations are not watched"
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
 

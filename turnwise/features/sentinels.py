@@ -1,0 +1,73 @@
+"""The sessions that sentinels watch: a policy's live ones, and those of a version that is held out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from turnwise.store.experiences import MAY_BE_TRAINED
+from turnwise.store.rows import StoredRow
+from turnwise.store.schema import sessions
+from turnwise.store.turns import turns_of
+from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, SessionStatus, Split, Turn
+
+_OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A session that is over, with the sampled turns of its own policy."""
+
+    session_id: str
+    status: SessionStatus
+    turns: Sequence[Turn]
+
+    @property
+    def version(self) -> int:
+        return max(turn.policy_version_last for turn in self.turns)
+
+
+def live_sessions(
+    conn: sa.Connection, num_sessions: int, policy_id: int = DEFAULT_POLICY, *, newest: bool = False
+) -> list[Played]:
+    """Return a policy's live sessions that ended and that expired: the first or the newest `num_sessions` of each."""
+    found: list[StoredRow] = []
+    at = sessions.c.last_active_at
+    for status in _OVER:
+        # The index `ix_sessions_live` has the rows with the first two conditions.
+        is_live = (
+            sessions.c.group_id.is_(None),
+            sessions.c.ended_at.is_not(None),
+            sessions.c.split == Split.TRAIN.value,
+            sessions.c.policy_id == policy_id,
+            MAY_BE_TRAINED,
+        )
+        over = sa.select(sessions).where(sessions.c.status == status, *is_live).order_by(at.desc() if newest else at)
+        found += conn.execute(over.limit(num_sessions)).all()
+    return _with_turns(conn, found)
+
+
+def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
+    """Return the newest sessions that are over and sampled with this version as the hold-out."""
+    is_over = sessions.c.status.in_(_OVER)
+    is_held_out = sessions.c.split == Split.EVAL.value, sessions.c.arm == version
+    found = sa.select(sessions).where(*is_held_out, is_over, MAY_BE_TRAINED)
+    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
+
+
+def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:
+    rows = [row for row in found if row.opened_by != IMPORT]
+    stored = turns_of(conn, [row.session_pk for row in rows])
+    sampled = {
+        row.session_pk: [
+            turn for turn in stored.get(row.session_pk, ()) if turn.reason != FORKED and turn.policy_id == row.policy_id
+        ]
+        for row in rows
+    }
+    return [
+        Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
+        for row in rows
+        if sampled[row.session_pk]
+    ]
