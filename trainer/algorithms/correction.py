@@ -26,7 +26,6 @@ from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import NO_TRAINABLE_TURN, Selection
 from turnwise.errors import BatchRefused
 from turnwise.features.feedback import HINTS, hints_of
-from turnwise.features.images import images_of
 from turnwise.settings import FromJson
 from turnwise.types import Json, TokenIds
 
@@ -60,7 +59,7 @@ class Correction(Weighed):
             for experience, reason in zip(offer.offered, offer.reasons, strict=True)
             if (reason or NO_TRAINABLE_TURN).startswith(NO_TRAINABLE_TURN) and corrected_turn(experience) is not None
         ]
-        seeing = {experience.group_key for experience in corrected if images_of(experience)}
+        seeing = {experience.group_key for experience in corrected if experience.needed_terms}
         corrected = [experience for experience in corrected if experience.group_key not in seeing]
         kept = {experience.group_key for experience in corrected}
         # A session whose own replies cannot be trained is refused by then, and its correction may be trained.

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from trainer.batch.batch import Batch, Reals
 from trainer.batch.forest import Indices
-from turnwise.features.images import images_of
 from turnwise.types import Json, TokenIds
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class Teachers:
 
     def _score_chain(self, batch: Batch, member: int, teacher: Teacher) -> np.ndarray | Unscored:
         places = batch.table.place[batch.tokens_of[member]]
-        if images_of(batch.experiences[member]):
+        if batch.experiences[member].needed_terms:
             return Unscored("images", "it has images, and a teacher gets token ids alone")
         tokens = batch.experiences[member].tokens[: places[-1] + 1]
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
