@@ -54,10 +54,13 @@ def test_scores_of_langfuse_traces_become_rewards(
 ) -> None:
     names = {"camel": ("traceId", "startTime", "sessionId"), "snake": ("trace_id", "start_time", "session_id")}
     trace_id, start, session_id = names[spelling]
+    given = {"type": "GENERATION", trace_id: "a", "modelParameters": {"tools": TOOLS}}
     calls = [
-        {"type": "GENERATION", trace_id: "a", start: "2026-01-01T00:00:02Z", "input": CONVERSATION[:4]}
+        given
+        | {start: "2026-01-01T00:00:02Z", "input": CONVERSATION[:4]}
         | {"output": json.dumps({"role": "assistant", "content": "Lea is."})},
-        {"type": "GENERATION", trace_id: "a", start: "2026-01-01T00:00:01Z"}
+        given
+        | {start: "2026-01-01T00:00:01Z"}
         | {"input": {"messages": CONVERSATION[:2]}, "output": {"content": None, "tool_calls": [CALL]}},
         {"type": "SPAN", trace_id: "a", "input": None},
     ]

@@ -89,6 +89,9 @@ BAD_OPENAI = {
         for field, value in {"mask": True, "train_detail": [{"begin_offset": 0, "train": False}]}.items()
     },
     "a sender that is a list": ({"messages": [USER | {"from": ["gpt"]}, REPLY]}, "is from ['gpt']"),
+    "a call without a tool": (called(arguments="{}"), "calls 'look', which its tools do not offer: none"),
+    "a call of another tool": (called(arguments="{}") | {"tools": TOOLS}, "do not offer: lookup"),
+    "the beginning of a reply": (after(REPLY), "follows the assistant's message 2"),
     "a role and another sender": ({"messages": [USER | {"from": "gpt"}, REPLY]}, "is from 'gpt'"),
 }
 WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
@@ -131,6 +134,12 @@ BAD_ROWS = {
     "a history that is no list of pairs": ({"instruction": "a", "output": "b", "history": ["x"]}, "history"),
     "pictures in a column": (HELLO | {"images": [{"bytes": "x"}]}, "images"),
     "arguments of the template": (HELLO | {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+    "a prompt that begins the reply": (
+        {"prompt": [USER, REPLY], "completion": [REPLY | {"content": " there"}]}, "follows the assistant's message 2",
+    ),
+    "a prompt that begins both replies": (
+        {"prompt": [USER, REPLY], "chosen": [REPLY], "rejected": [REPLY | {"content": "No"}]}, "follows the",
+    ),
     "equal outputs": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "no assistant message is left"),
     "an input that is no text": ({"instruction": "a", "input": {"b": 1}, "output": "c"}, ""),
 }  # fmt: skip

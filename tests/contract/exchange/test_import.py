@@ -73,7 +73,7 @@ def test_only_a_claim_for_imported_groups_gets_them(database, tmp_path, model):
 def test_a_second_import_adds_nothing_and_equal_lines_are_as_many_sessions(database, tmp_path, model):
     first = run_import(tmp_path, model, [HELLO, HELLO], "openai")
     assert (first["sessions"], first["already_there"]) == (2, 0)
-    again = run_import(tmp_path, model, [HELLO, HELLO, {"messages": CONVERSATION}], "openai")
+    again = run_import(tmp_path, model, [HELLO, HELLO, {"messages": CONVERSATION, "tools": TOOLS}], "openai")
     assert (again["sessions"], again["already_there"]) == (1, 2)
     assert len(records(database)) == 3
 
@@ -172,7 +172,8 @@ def drafts_of(document):
         raise BadLine("it has no messages")
     if not document["messages"]:
         raise SkippedLine("an empty call")
-    return [{"conversations": [{"messages": document["messages"], "trained": document.get("trained")}], "task_id": "x"}]
+    conversation = {name: document.get(name) for name in ("messages", "trained", "tools")}
+    return [{"conversations": [conversation], "task_id": "x"}]
 """
 """A format whose lines may be of one session."""
 
@@ -191,8 +192,8 @@ def runs_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def test_a_format_of_another_package_is_found_by_its_entry_point(runs_format, database, tmp_path, model):
     """Two calls of one run are one session; of the second call only the last reply is trained."""
     lines = [
-        {"run": "1", "messages": CONVERSATION[:3]},
-        {"run": "1", "messages": CONVERSATION, "trained": [4]},
+        {"run": "1", "messages": CONVERSATION[:3], "tools": TOOLS},
+        {"run": "1", "messages": CONVERSATION, "trained": [4], "tools": TOOLS},
         {"run": "2", "messages": []},
     ]
     report = run_import(tmp_path, model, lines, "runs")

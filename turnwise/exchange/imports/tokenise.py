@@ -18,8 +18,9 @@ import numpy as np
 from turnwise.chains import IMPORTED, NO_POLICY
 from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
 from turnwise.exchange.imports.drafts import ImportedConversation, SampledTokens
+from turnwise.exchange.imports.sentinels import call_arguments, mark_reply
 from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
-from turnwise.types import Json, Outcome, Turn, utc_now, value_of_json
+from turnwise.types import Json, Outcome, Turn, utc_now
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,29 +136,44 @@ class Tokeniser:
     ) -> tuple[_Reply | None, list[int], list[int], str, str]:
         """Return the turn that is extended, the tokens after it, the reply's, the text of both, and the end's."""
         messages, tools = conversation.messages, conversation.tools
-        _check_arguments(messages[: index + 1])
+        _check_answers(conversation, index)
+        marked = mark_reply(messages[index])
+        if not marked.texts:
+            raise BadLine(f"message {index + 1} is an empty reply")
         prompt = self._render(messages[:index], tools, generate=True)
-        whole = self._render(messages[: index + 1], tools, generate=False)
-        if not whole.startswith(prompt):
-            raise BadLine(
-                f"the template does not render message {index + 1} after its own generation prompt; try other "
-                "--template-arguments"
-            )
-        reply, end = self._cut_at_end(whole[len(prompt) :])
-        self._check_rendered(reply, messages[index], index + 1)
+        rendered, whole = (
+            self._after(prompt, [*messages[:index], reply], tools) for reply in (marked.message, messages[index])
+        )
+        try:
+            end, tail = marked.end_in(rendered, self._ends)
+            reply = self._cut_at_end(whole, end, tail, messages[index])
+        except BadLine as error:
+            raise BadLine(f"message {index + 1} cannot be trained: {error}") from error
         self.num_unended += not end
         parent = last if last is not None and last.text is not None and prompt.startswith(last.text) else None
         added = prompt if parent is None or parent.text is None else prompt[len(parent.text) :]
         delta, ids = self._encode_after("" if parent is None else parent.end, added, reply)
         return parent, delta, ids, prompt + reply, end
 
-    def _cut_at_end(self, text: str) -> tuple[str, str]:
-        """Return a rendered reply up to its end token, and the end token's text; what follows is not sampled."""
-        found = [(text.rfind(end) + len(end), end) for end in self._ends if end in text]
-        if not found:
-            return text, ""
-        position, end = max(found)
-        return text[:position], end
+    def _after(self, prompt: str, messages: Sequence[Json], tools: Sequence[Json] | None) -> str:
+        """Return what the template renders after the prompt of the last message."""
+        whole = self._render(messages, tools, generate=False)
+        if not whole.startswith(prompt):
+            raise BadLine(
+                f"the template does not render message {len(messages)} after its own generation prompt; try other "
+                "--template-arguments"
+            )
+        return whole[len(prompt) :]
+
+    def _cut_at_end(self, text: str, end: str, tail: str, message: Json) -> str:
+        """Return a rendered reply up to its end token; the tail that begins there is the template's."""
+        if missing := _missing(text, message):
+            raise BadLine(f"the template leaves {missing!r:.60} out of the reply")
+        said = text.removesuffix(tail)
+        inside = next((one for one in self._ends if one in said), None)
+        if inside is not None or len(said) + len(tail) != len(text):
+            raise BadLine(f"it has {inside or end!r}, which ends a reply of the model, before its end")
+        return said + end
 
     def _encode_after(self, end: str, added: str, reply: str) -> tuple[list[int], list[int]]:
         """Return the tokens of a prompt's text after an end token, and of the reply after it.
@@ -177,14 +193,6 @@ class Tokeniser:
         decoded = self._tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
         if missing := _missing(decoded, message, with_reasoning=False):
             raise BadLine(f"its completion_token_ids are not of this tokenizer: {missing!r:.60} is not their text")
-
-    @staticmethod
-    def _check_rendered(reply: str, message: Json, number: int) -> None:
-        """Check that the template renders all of a reply, and that there is one."""
-        if not any(_texts_of(message)):
-            raise BadLine(f"message {number} is an empty reply")
-        if missing := _missing(reply, message):
-            raise BadLine(f"the template leaves {missing!r:.60} of message {number} out")
 
     def _render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str:
         has_developer = "developer" in str(self._tokenizer.chat_template)
@@ -217,12 +225,22 @@ def _missing(text: str, message: Json, *, with_reasoning: bool = True) -> str | 
     return next((one for one in texts if "".join(one.split()) not in found), None)
 
 
-def _check_arguments(messages: Sequence[Json]) -> None:
-    """Check that the arguments of all calls are JSON objects: a template renders others as no arguments."""
-    for call in (call for message in messages for call in message.get("tool_calls") or []):
-        text = call["function"]["arguments"]
-        if text.strip() and not isinstance(value_of_json(text), dict):
-            raise BadLine(f"the arguments of {call['function']['name']!r:.60} are {text!r:.80}, not a JSON object")
+def _check_answers(conversation: ImportedConversation, index: int) -> None:
+    """Check what comes before a reply: no beginning of it, arguments that can be rendered, and the tools it calls."""
+    messages = conversation.messages
+    if index and messages[index - 1]["role"] == "assistant":
+        raise BadLine(
+            f"message {index + 1} follows the assistant's message {index}: a beginning that was given to the model is "
+            "no reply of its own; put both into one message, or leave the line out"
+        )
+    for call in (call for message in messages[: index + 1] for call in message.get("tool_calls") or []):
+        call_arguments(call)
+    offered = {tool["function"]["name"] for tool in conversation.tools or []}
+    for call in messages[index].get("tool_calls") or []:
+        if (name := call["function"]["name"]) not in offered:
+            raise BadLine(
+                f"message {index + 1} calls {name!r:.60}, which its tools do not offer: {', '.join(offered) or 'none'}"
+            )
 
 
 TIMEOUT_SECONDS = 60.0
