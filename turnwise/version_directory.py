@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ DIGESTED_BYTES = 2**20
 ENGINE_ANSWER = "engine_answer"
 """In the metrics of a version that an engine did not compute: `positions` of its probe, and the engine's `logprobs`."""
 SHORTEST_PROBE = 2
+MAX_JSON_BYTES = 256 * 2**20
+"""Most bytes of a JSON file: tokenizers of large vocabularies have tens of MiB."""
 
 _NAME = re.compile(r"v(\d{6,})")
 _FACTOR = re.compile(r"\.lora_[AB]\.weight$")
@@ -321,6 +324,21 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def regular_file(path: Path) -> Path:
+    """Return the path of a regular file: a pipe or a device may give no byte, or bytes without an end.
+
+    Raises:
+        BadCheckpoint: it is something else, or missing.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}; the directory needs this file") from error
+    if not stat.S_ISREG(mode):
+        raise BadCheckpoint(f"{path} is no regular file; publish a directory with the files of a version")
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
@@ -328,10 +346,12 @@ def read_json(path: Path) -> dict[str, Any]:
         BadCheckpoint: it cannot be read, or holds something else.
     """
     try:
+        if (size := regular_file(path).stat().st_size) > MAX_JSON_BYTES:
+            raise BadCheckpoint(f"{path} has {size} bytes; the limit for a JSON file is {MAX_JSON_BYTES}")
         decoded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}; the directory needs this file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{path} is not JSON: {error}") from error
     if not isinstance(decoded, dict):
         raise BadCheckpoint(f"{path} must hold a JSON object")

@@ -46,8 +46,6 @@ MAX_FAILED_CHECKS = 3
 """Health checks in a row that a serving engine may fail before it is taken out."""
 GONE_SECONDS = 30.0
 """An engine that has answered no health check for this long is gone: the calls on it are ended."""
-ADAPTER_PREFIX = "policy-v"
-"""Prefix of the name that a version's adapter is served under."""
 UNLABELLED = -1
 """`loaded_version` of weights without a label: the model that the engine was started with."""
 LOWEST_TEMPERATURE = 0.01
@@ -95,7 +93,7 @@ class Lane:
     version: int = 0
     """Policy version of the base weights now, or of the adapter."""
     adapter: str | None = None
-    """Name the adapter is served under; None for the base weights."""
+    """Name the adapter is served under, empty while it is not loaded; None for the base weights."""
     num_calls: int = 0
 
     @property
@@ -193,7 +191,9 @@ class Engine:
         self.transfers_from = 0.0
         """When weights from a trainer's memory may be sent to it, on the monotonic clock; later if it refused them."""
         self.adapters: dict[int, Lane] = {}
-        """Its LoRA adapters by policy version, in the order of loading."""
+        """The LoRA adapters that calls sample with, by policy version; this process knows that they are their files."""
+        self.adapter_names: list[str] = []
+        """The names of all adapters that it serves, in the order of loading, those of other databases too."""
         self.draining_since = 0.0
         """When its last draining began, on the monotonic clock."""
         self.num_started = 0
@@ -246,7 +246,7 @@ class Engine:
         """Return what samples with a version: its adapter, which may not be loaded yet, or else the base weights."""
         if version.kind is PolicyKind.FULL or self.base_lane.version:
             return self.base_lane
-        return self.adapters.get(version.version) or Lane(self, version.version, adapter_name(version.version))
+        return self.adapters.get(version.version) or Lane(self, version.version, adapter="")
 
     @property
     def num_calls(self) -> int:
@@ -358,21 +358,22 @@ class Engine:
     async def fetch_models(self) -> None:
         """Read which model and which adapters it serves; an adapter that is loaded meanwhile stays.
 
+        Calls get no adapter from here: a name alone does not say whose it is, nor what the engine loaded.
+
         Raises:
             EngineUnavailable: no answer, or one of another server than an engine.
             EngineRefused: an error status.
         """
-        before = set(self.adapters)
+        before = set(self.adapter_names)
         answer = await self.ask("GET", "/v1/models")
         models = read_models(self.url, answer)
         self.model, self.model_path = models[0]
         limit = answer["data"][0].get("max_model_len")
         self.context_tokens = limit if isinstance(limit, int) and limit > 0 else math.inf
-        served = {version for name, _ in models if (version := adapter_version(name)) is not None}
-        for version in before - served:
-            self.adapters.pop(version, None)
-        for version in sorted(served - self.adapters.keys()):
-            self.adapters[version] = Lane(self, version, adapter_name(version))
+        served = [name for name, _ in models[1:]]
+        meanwhile = [name for name in self.adapter_names if name not in before and name not in served]
+        self.adapter_names = served + meanwhile
+        self.adapters = {version: lane for version, lane in self.adapters.items() if lane.adapter in self.adapter_names}
 
     async def label_weights(self, label: int | str) -> None:
         await self.ask("POST", "/update_weight_version", {"new_version": str(label)})
@@ -394,25 +395,31 @@ class Engine:
         if num_applied == self._num_labels:
             self.apply_label(label)
 
-    async def load_adapter(self, version: int, path: str, *, seconds: float) -> Lane:
+    async def load_adapter(self, name: str, path: str, *, seconds: float) -> None:
         """Load a LoRA adapter under a name of its own beside what is served; a loaded one stays.
 
         Raises:
             ReloadFailed: the engine refused it.
         """
         await self.fetch_models()
-        if version not in self.adapters:
+        if name not in self.adapter_names:
             advice = "; an engine takes adapters if it was started with `turnwise engine --lora`"
             try:
                 with self.loading(f"the adapter {path!r}", advice):
-                    body: Json = {"lora_name": adapter_name(version), "lora_path": path}
+                    body: Json = {"lora_name": name, "lora_path": path}
                     await self.ask("POST", "/v1/load_lora_adapter", body, seconds=seconds)
-                self.adapters[version] = Lane(self, version, adapter_name(version))
+                self.adapter_names.append(name)
             except ReloadFailed:
                 await self.fetch_models()
-                if version not in self.adapters:  # otherwise another process has loaded it meanwhile
+                if name not in self.adapter_names:  # otherwise another process has loaded it meanwhile
                     raise
-        return self.adapters[version]
+
+    def take_adapter(self, version: int, name: str) -> Lane:
+        """Let calls sample with an adapter that it serves; return its lane, which stays where it was taken before."""
+        lane = self.adapters.get(version)
+        if lane is None or lane.adapter != name:
+            lane = self.adapters[version] = Lane(self, version, name)
+        return lane
 
     @contextlib.contextmanager
     def loading(self, what: str, advice: str = "") -> Iterator[None]:
@@ -424,11 +431,12 @@ class Engine:
                 f"the engine at {self.url} did not load {what}: {refused}{advice}", is_transient=refused.is_transient
             ) from refused
 
-    async def unload_adapter(self, version: int) -> None:
+    async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter; one that is not loaded is no error."""
         with contextlib.suppress(EngineRefused):
-            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
-        self.adapters.pop(version, None)
+            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        self.adapter_names = [each for each in self.adapter_names if each != name]
+        self.adapters = {version: lane for version, lane in self.adapters.items() if lane.adapter != name}
 
     async def sample(self, call: Call, place: CallPlace, model: str, headers: dict[str, str]) -> Answer:
         """Send a call to a served model, so that its reply has all that capture needs.
@@ -574,13 +582,3 @@ class Engine:
 def without_credentials(url: str) -> str:
     parts = urlsplit(url.rstrip("/"))
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def adapter_name(version: int) -> str:
-    return f"{ADAPTER_PREFIX}{version}"
-
-
-def adapter_version(name: str) -> int | None:
-    """Return the policy version of an adapter's name, None for any other model."""
-    digits = name.removeprefix(ADAPTER_PREFIX)
-    return int(digits) if digits != name and digits.isdigit() else None

@@ -25,9 +25,10 @@ from typing import Any, Literal
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
-from proxy.engines.engine import Engine, EngineState, Lane, adapter_version
+from proxy.engines.engine import Engine, EngineState, Lane
 from proxy.engines.http_client import Access
 from proxy.metrics import Metrics
+from turnwise.adapter_names import is_adapter_name
 from turnwise.errors import Conflict, EngineUnavailable, NotFound
 from turnwise.store import policies, schema, serving, versions
 from turnwise.store.database import Connection, Database
@@ -166,7 +167,7 @@ class EnginePool:
         served = {engine.model for engine in self.engines}
         if policy is not None or not model or model in served or self._stands_for_policy(model):
             return policy
-        if adapter_version(model) is not None:
+        if is_adapter_name(model):
             hint = "the proxy itself chooses the policy version of a call"
         else:
             hint = "the setting `model_names` says which other names are accepted"
@@ -226,7 +227,7 @@ class EnginePool:
         return found
 
     def _stands_for_policy(self, name: str) -> bool:
-        if adapter_version(name) is not None or len(name) > MAX_NAME_LENGTH:
+        if is_adapter_name(name) or len(name) > MAX_NAME_LENGTH:
             return False
         return next(
             (rule == "policy" for pattern, rule in self._name_rules.items() if fnmatchcase(name, pattern)), False
@@ -234,7 +235,7 @@ class EnginePool:
 
     def listed(self, models: list[Json]) -> list[Json]:
         """Return the models to list: the engine's own, and every name that a rule accepts literally."""
-        own = [model for model in models if adapter_version(str(model["id"])) is None][:1]
+        own = [model for model in models if not is_adapter_name(str(model["id"]))][:1]
         known = {model["id"] for model in own}
         names = [pattern for pattern in self._name_rules if pattern not in known and not set(pattern) & set("*?[")]
         return own + [{**model, "id": name} for model in own for name in names if self._stands_for_policy(name)]
@@ -385,8 +386,10 @@ class EnginePool:
 
     async def _loaded(self, lane: Lane) -> Lane:
         """Return the lane of an adapter once its engine has it."""
-        if lane.adapter is None or lane.version in lane.engine.adapters:
+        if lane.adapter is None:
             return lane
+        if lane.version in lane.engine.adapters:
+            return lane.engine.adapters[lane.version]
         assert self.load_adapter is not None, "a reloader has told the pool which adapters there are"
         return await self.load_adapter(lane.engine, lane.version)
 
@@ -397,8 +400,8 @@ class EnginePool:
             ReloadFailed: the engine did not load it.
         """
         lane.engine.adapters.pop(lane.version, None)
-        await self._loaded(lane)
-        lane.engine.adapters[lane.version] = lane
+        lane.adapter = (await self._loaded(lane)).adapter
+        lane.engine.adapters[lane.version] = lane  # which counts the calls that run
 
     async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, *, may_wait: bool) -> Lane:
         """Return the session's lane once its engine takes calls; a reload has a deadline of its own."""

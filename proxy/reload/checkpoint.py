@@ -8,9 +8,9 @@ served model, where its directory is readable there.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from turnwise.version_directory import (
     TOKENIZER,
     base_version,
     compare_digests,
+    file_digest,
     read_json,
     read_weight_index,
+    regular_file,
     weight_files,
     why_not_plain,
 )
@@ -60,13 +62,10 @@ class Tensor:
 def read_header(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file by name, after the library has checked the header against the file's size.
 
-    Every file of unknown origin is read here first: only a regular one is opened, since a pipe or a device may give no
-    byte, or bytes without an end.
+    Every weights file of unknown origin is read here first.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise BadCheckpoint(f"{path} is no regular file; publish a directory with *.safetensors files")
-        with path.open("rb") as file, safe_open(path, "numpy"):
+        with regular_file(path).open("rb") as file, safe_open(path, "numpy"):
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
     except OSError as error:
@@ -155,6 +154,22 @@ def check_trainable(path: str) -> None:
             f"the adapter {path!r} {reason}, and a policy starts from plain LoRA: train it without that, or merge it "
             "into the model and serve the result"
         )
+
+
+def adapter_digest(path: str) -> str:
+    """Return one digest of all that an engine reads of an adapter: its configuration and its weights.
+
+    Raises:
+        BadCheckpoint: a file cannot be read, or is no regular file.
+    """
+    found = hashlib.sha256()
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        file = regular_file(Path(path, name))
+        try:
+            found.update(f"{name} {file_digest(file)}\n".encode())
+        except OSError as error:
+            raise BadCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
+    return found.hexdigest()
 
 
 def check_values(path: str) -> None:

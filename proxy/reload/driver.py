@@ -39,9 +39,9 @@ from turnwise.errors import (
     SettingsError,
     TurnwiseError,
 )
-from turnwise.store import serving, versions
+from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
-from turnwise.types import DEFAULT_POLICY, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.verify.engine import ADDRESS_HINT
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class Reloader:
         Raises:
             EngineUnsuitable: an engine lacks what exact capture needs, and the check is strict.
         """
+        self._loader.database_id = await self._writer.do(keys.database_id)
         await self._check_engines(self._pool.engines)
 
     async def run(self) -> None:
@@ -195,21 +196,24 @@ class Reloader:
             engine.take_out("it was restarted, and has the weights that it started with")
         if not engine.is_serving:
             await self._admit(engine)
-        elif engine.adapters:
+        elif engine.adapter_names:
             await self._unload_unused(engine)
 
     async def _unload_unused(self, engine: Engine) -> None:
-        """Unload adapters without calls, except those that sessions may sample with.
+        """Unload this database's adapters without calls, except those that sessions may sample with.
 
-        The latest others stay, one for each policy in use: another process may still call them.
+        The latest others stay, one for each policy in use: another process may still call them. An adapter of another
+        database is left to it: no call of this one reaches it.
         """
-        ended = self._pool.ended
-        unused = [version for version in engine.adapters if version not in self._pool.in_use]
-        leaving = [version for version in unused if version in ended]
+        ended, in_use = self._pool.ended, self._pool.in_use
+        ours = self._loader.own_adapters(engine)
+        changed = [name for name, number in ours if (lane := engine.adapters.get(number)) and lane.adapter != name]
+        unused = [(name, number) for name, number in ours if number not in in_use and name not in changed]
+        leaving = [name for name, number in unused if number in ended]
         spared = max(1, len(self._pool.policies))
-        for version in leaving + [version for version in unused if version not in ended][:-spared]:
-            if engine.adapters[version].num_calls == 0:
-                await engine.unload_adapter(version)
+        for name in changed + leaving + [name for name, number in unused if number not in ended][:-spared]:
+            if all(lane.num_calls == 0 for lane in engine.adapters.values() if lane.adapter == name):
+                await engine.unload_adapter(name)
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
         if engine.loaded_version == UNLABELLED or await _has_version(engine):
@@ -227,6 +231,8 @@ class Reloader:
         await self._adopt(engine)
         await self._pool.refresh()
         active = self._default.state.active
+        if active is not None and active.kind is PolicyKind.LORA:
+            await self._loader.adopt(engine, active)
         if not await self._memory.take_back(engine, active):
             return
         is_right = engine.loaded_version is not None and self._default.is_right(engine)

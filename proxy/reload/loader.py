@@ -2,9 +2,9 @@
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
-after a crash loads a version again. Adapters need no pause: each has its own name. An engine that was restarted loads
-an adapter at the first call that needs it. Whole weights come from the trainer's memory if the engine can receive
-them, while it serves calls as before; otherwise the engine reads the version's directory.
+after a crash loads a version again. Adapters need no pause: each has its own name, with a digest of its files. An
+engine that was restarted loads an adapter at the first call that needs it. Whole weights come from the trainer's memory
+if the engine can receive them, while it serves calls as before; otherwise the engine reads the version's directory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pathlib import Path
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.checkpoint import check_version
+from proxy.reload.checkpoint import adapter_digest, check_version
 from proxy.reload.transfer import Offer, Transfers
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
+from turnwise.adapter_names import adapter_name, own_version
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed, StoreError
 from turnwise.store import versions
 from turnwise.store.database import Database
@@ -138,6 +139,8 @@ class Loader:
         self._faults = faults
         self._transfers = transfers
         self.files = files
+        self.database_id = ""
+        """The database's own id, which is in the names of its adapters; the reloader reads it at the start."""
         self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
@@ -204,8 +207,7 @@ class Loader:
         """Load a version, which the engine has received or reads; return how long it was paused, seconds.
 
         An adapter is loaded beside what the engine serves, which changes only if that is not the model under it. If the
-        check of what was loaded fails, the adapter is unloaded, or the label removed: otherwise the engine would be
-        admitted again with it.
+        check of whole weights fails, their label is removed: otherwise the engine would be admitted again with them.
 
         Raises:
             EngineError: it is not known what the engine serves now.
@@ -215,9 +217,7 @@ class Loader:
             return await self._load_in_time(engine, version, received)
         except EngineError:
             with contextlib.suppress(EngineError):
-                if version.kind is PolicyKind.LORA:
-                    await engine.unload_adapter(version.version)
-                elif engine.loaded_version == version.version:
+                if version.kind is PolicyKind.FULL and engine.loaded_version == version.version:
                     await engine.label_weights(LOADING)
             raise
 
@@ -246,12 +246,44 @@ class Loader:
         return paused
 
     async def _load_adapter(self, engine: Engine, version: PolicyVersion) -> float:
-        probe = await self.probe(version, engine)
+        name, probe = await self._name_of(version), await self.probe(version, engine)
         paused = 0.0 if engine.has_own_model else await self._replace_weights(engine, engine.own_model, None)
-        await self._compare_base(engine, probe)
-        lane = await engine.load_adapter(version.version, version.path, seconds=self._settings.reload_timeout_seconds)
-        await self._verify(lane, probe)
+        await self._place_adapter(engine, version, name, probe)
         return paused
+
+    async def _name_of(self, version: PolicyVersion, *, seconds: float | None = PATIENCE_SECONDS) -> str:
+        path = version.path
+        read = functools.partial(adapter_digest, path)
+        digest = await self.files.read(("digest", path), path, read, seconds=seconds)
+        return adapter_name(version.version, self.database_id, digest)
+
+    async def _place_adapter(self, engine: Engine, version: PolicyVersion, name: str, probe: Probe | None) -> Lane:
+        """Load an adapter; calls get it after its probe agrees, and the engine does not keep one that fails it."""
+        await self._compare_base(engine, probe)
+        await engine.load_adapter(name, version.path, seconds=self._settings.reload_timeout_seconds)
+        try:
+            await self._verify(Lane(engine, version.version, name), probe)
+        except EngineError:
+            with contextlib.suppress(EngineError):
+                await engine.unload_adapter(name)
+            raise
+        return engine.take_adapter(version.version, name)
+
+    async def adopt(self, engine: Engine, version: PolicyVersion) -> None:
+        """Let calls sample with an adapter that an engine has from before, if it has the version's files of now.
+
+        Raises:
+            BadCheckpoint: the files cannot be read.
+            FilesNotRead: they are being read; call again.
+        """
+        name = await self._name_of(version)
+        if name in engine.adapter_names:
+            engine.take_adapter(version.version, name)
+
+    def own_adapters(self, engine: Engine) -> list[tuple[str, int]]:
+        """Return the names and versions of this database's adapters on an engine, in the order of loading."""
+        found = [(name, own_version(name, self.database_id)) for name in engine.adapter_names]
+        return [(name, version) for name, version in found if version is not None]
 
     async def _replace_weights(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
         seconds, started = self._settings.reload_timeout_seconds, time.perf_counter()
@@ -339,12 +371,18 @@ class Loader:
         return await asyncio.shield(task)
 
     async def _load_missing(self, engine: Engine, version: int) -> Lane:
-        await engine.fetch_models()
-        if version in engine.adapters:  # another process has loaded it
-            return engine.adapters[version]
         adapter = await self._database.fetch(versions.get_version, version)
+        seconds = self._settings.reload_timeout_seconds
+        try:
+            name = await self._name_of(adapter, seconds=seconds)
+            probe = await self.probe(adapter, engine, seconds=seconds)
+        except BadCheckpoint as error:
+            raise ReloadFailed(f"the adapter of version {version} cannot be loaded: {error}") from error
+        await engine.fetch_models()
+        if name in engine.adapter_names:  # another process has loaded it
+            return engine.take_adapter(version, name)
         self._metrics.adapter_loads.inc()
-        return await engine.load_adapter(version, adapter.path, seconds=self._settings.reload_timeout_seconds)
+        return await self._place_adapter(engine, adapter, name, probe)
 
 
 def is_own_model(version: PolicyVersion, engine: Engine) -> bool:

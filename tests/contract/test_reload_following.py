@@ -1,10 +1,12 @@
 """Several proxies converge on one version: one drives, the others follow, and a bad version is tried once."""
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.control_plane import ask, policy, publish
 from support.proxies import RunningProxy, running_proxy
@@ -12,6 +14,8 @@ from support.tiny_checkpoints import write_adapter, write_weights
 from support.waiting import assert_stays, wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
+
+from turnwise.processes.installation import strange_adapters
 
 
 @pytest.fixture
@@ -52,8 +56,28 @@ def test_one_of_two_proxies_drives_and_the_other_follows(two_proxies, fake_engin
         body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
         reply = ask(proxy.url, f"/sessions/s{number}/v1/chat/completions", body)
         assert reply["model"] == "fake"
-        assert fake_engine.calls[-1].body["model"] == f"policy-v{version}"
+        assert fake_engine.calls[-1].body["model"].startswith(f"policy-v{version}-")
     assert {view.turn.policy_version_first for view in two_proxies[0].turns()} == {version}
+
+
+def test_two_databases_with_a_policy_of_the_same_name_each_sample_with_their_own_adapter(fake_engine, tmp_path):
+    """The engine knew the other one's adapter under the name of the version, so it was not loaded; doctor names it."""
+    paths = {}
+    with contextlib.ExitStack() as running:
+        for name in ("first", "second"):
+            url = f"sqlite:///{tmp_path}/{name}.db"
+            proxy = running.enter_context(running_proxy(fake_engine.url, url, tmp_path))
+            paths[name] = write_adapter(tmp_path / name, {"layer.lora_A.weight": np.full((1, 1), len(paths) + 1.0)})
+            version = publish(proxy, paths[name], kind="lora")
+            wait_until(lambda proxy=proxy, version=version: status(proxy, version) == "active", "it is served")
+            body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+            assert ask(proxy.url, "/v1/chat/completions", body)["model"] == "fake"
+            sampled = fake_engine.calls[-1].body["model"]
+            assert fake_engine.state.adapters[sampled] == str(paths[name])
+            assert [model["id"] for model in ask(proxy.url, "/v1/models")["data"]] == ["fake"]
+        (found,) = strange_adapters([fake_engine.url], url)
+        other, own = fake_engine.state.adapters
+        assert (other in found.text, own in found.text) == (True, False)
 
 
 def test_no_published_version_has_the_number_of_an_engines_own_model_that_has_sampled(proxy, tmp_path):

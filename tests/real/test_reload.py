@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_perturbed
 from support.control_plane import ask, metric, policy, publish, publish_in_store, wait_for_status
 from support.engines import RunningEngine, running_engine
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy, StartProxy, running_proxy
 from support.waiting import WAIT_SECONDS, wait_until
 from support.weights_in_memory import weights_in_memory
 
@@ -319,7 +319,7 @@ def test_adapters_are_swapped_between_calls_without_a_pause_and_unloaded_when_un
         ours = forwards[view.turn.policy_version_first](ids, view.turn.prompt_length)
         assert float((ours - torch.tensor(view.turn.logprobs.copy())).abs().max()) < TOLERANCE
     wait_until(
-        lambda: [model["id"] for model in ask(engine.url, "/v1/models")["data"]] == ["small", "policy-v2", "policy-v3"],
+        lambda: [name.split("-")[:2] for name in models_of(engine)] == [["small"], ["policy", "v2"], ["policy", "v3"]],
         "the engine holds the two newest adapters alone",
     )
     ask(served.url, "/v1/policies/0/activate", {})
@@ -354,7 +354,7 @@ def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_non
         path = write_adapter(engine.model_dir, tmp_path / f"a{number}", number, targets=targets)
         assert publish(served, path, kind="lora") == number
         wait_for_status(served, number)
-        forwards[f"policy-v{number}"] = forward_of(engine.model_dir, path)
+        forwards[models_of(engine)[-1]] = forward_of(engine.model_dir, path)
 
     async def sample_together() -> list[tuple[str, Any]]:
         async with AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none") as client:
@@ -366,6 +366,23 @@ def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_non
     assert [
         (model, gap(reply, forwards[model])) for model, reply in replies if gap(reply, forwards[model]) > TOLERANCE
     ] == []
+
+
+@pytest.mark.filterwarnings(TIED)
+def test_two_databases_on_one_engine_each_get_their_own_version_of_the_same_number(served, engine, tmp_path):
+    """The second was served by the first one's adapter: its name was known, so that nothing was loaded."""
+    with running_proxy(engine.url, f"sqlite:///{tmp_path}/second.db", tmp_path, "--holdout-share", "0") as second:
+        wait_for_status(second, 0)
+        for number, proxy in enumerate((served, second), start=1):
+            path = write_adapter(engine.model_dir, tmp_path / f"a{number}", number, scale=0.5)
+            assert publish(proxy, path, kind="lora") == 1
+            wait_for_status(proxy, 1)
+            assert greedy_gap(proxy, forward_of(engine.model_dir, path)) < TOLERANCE
+        assert greedy_gap(served, forward_of(engine.model_dir, tmp_path / "a1")) < TOLERANCE
+
+
+def models_of(engine: RunningEngine) -> list[str]:
+    return [model["id"] for model in ask(engine.url, "/v1/models")["data"]]
 
 
 NOWHERE = Path("/nowhere/at/all")

@@ -6,6 +6,7 @@ read from its flags.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.util
 import platform
@@ -15,6 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnwise.adapter_names import own_version
 from turnwise.errors import EngineUnavailable, TurnwiseError
 from turnwise.exchange import plugins
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
@@ -44,6 +46,10 @@ _EXTRAS = {
 
 
 _OWN_ENVIRONMENT = "install Turnwise in an environment of its own"
+_STRANGE = (
+    "%s serves %d adapters that are not this database's (%s): no call here reaches them, but they take slots and "
+    'memory. If no other proxy uses this engine, unload each with `POST /v1/unload_lora_adapter {"lora_name": NAME}`'
+)
 _ADVICE = "; the trainer's log names the cause, and calls are served meanwhile"
 
 
@@ -96,6 +102,7 @@ def examine(engine_urls: list[str], database_url: str, **options: Any) -> Iterat
     for url in engine_urls:
         yield from engine_findings(url, **options)
     yield from _database(database_url)
+    yield from strange_adapters(engine_urls, database_url, **options)
 
 
 def examine_running(
@@ -112,6 +119,7 @@ def examine_running(
     for url in engine_urls:
         yield from engine_findings(url, **options)
     yield from _database(database_url, tenant)
+    yield from strange_adapters(engine_urls, database_url, **options)
 
 
 def _extras() -> Iterator[Finding]:
@@ -218,6 +226,30 @@ def engine_findings(address: str, **options: Any) -> Iterator[Finding]:
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
             text = f"{url} does not take a call of one token: {mask_credentials(str(error))}"
             yield Finding("engine probe", Severity.FAIL, text)
+
+
+def strange_adapters(engine_urls: list[str], database_url: str, **options: Any) -> Iterator[Finding]:
+    """Yield the adapters of each engine that are not this database's; what cannot be asked has a finding already."""
+    import httpx2
+
+    with contextlib.suppress(ImportError, TurnwiseError):
+        from turnwise.store.database import Database, missing_file
+        from turnwise.store.keys import known_database_id
+
+        if missing_file(database_url) is not None:
+            return
+        with contextlib.closing(Database(database_url)) as database, database.read() as connection:
+            database_id = known_database_id(connection)
+        for address in engine_urls:
+            url = mask_credentials(address)
+            with (
+                contextlib.suppress(httpx2.HTTPError),
+                httpx2.Client(base_url=address.rstrip("/"), timeout=30.0, **options) as http,
+            ):
+                _, *adapters = read_models(url, _decoded(http.get("/v1/models").raise_for_status()))
+                strange = [name for name, _ in adapters if own_version(name, database_id or "") is None]
+                if strange:
+                    yield Finding("adapters", Severity.WARN, _STRANGE % (url, len(strange), ", ".join(strange[:5])))
 
 
 def _decoded(reply: httpx2.Response) -> Any:

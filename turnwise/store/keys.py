@@ -32,6 +32,8 @@ _PREFIX = "tw"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
 _SESSION_KEYS = "session_keys"
+_DATABASE_ID = "database_id"
+_DATABASE_ID_BYTES = 6
 _KEYS_EXIST = "keys_exist"
 """The secret that exists since the first key; it is never deleted, also not with the key's tenant."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
@@ -188,9 +190,23 @@ def set_budget(conn: sa.Connection, key_id: str, token_budget: int) -> Key:
 
 def server_secret(conn: sa.Connection) -> bytes:
     """Return the secret with which all proxy processes sign session keys; the first call creates it."""
-    insert_ignoring(conn, secrets_table, {"name": _SESSION_KEYS, "value": secrets.token_bytes(_SECRET_BYTES)})
-    found = sa.select(secrets_table.c.value).where(secrets_table.c.name == _SESSION_KEYS)
-    return bytes(conn.execute(found).scalar_one())
+    return _made_once(conn, _SESSION_KEYS, _SECRET_BYTES)
+
+
+def database_id(conn: sa.Connection) -> str:
+    """Return the random id that tells this database's adapters from others' on a shared engine, made once."""
+    return _made_once(conn, _DATABASE_ID, _DATABASE_ID_BYTES).hex()
+
+
+def known_database_id(conn: sa.Connection) -> str | None:
+    """Return the database's id; None before a proxy has made it."""
+    value = conn.execute(sa.select(secrets_table.c.value).where(secrets_table.c.name == _DATABASE_ID)).scalar()
+    return None if value is None else bytes(value).hex()
+
+
+def _made_once(conn: sa.Connection, name: str, num_bytes: int) -> bytes:
+    insert_ignoring(conn, secrets_table, {"name": name, "value": secrets.token_bytes(num_bytes)})
+    return bytes(conn.execute(sa.select(secrets_table.c.value).where(secrets_table.c.name == name)).scalar_one())
 
 
 def _hash(secret: str) -> bytes:

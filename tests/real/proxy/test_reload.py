@@ -7,7 +7,9 @@ import functools
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import stalled_files
 from support.ports import free_port
 from support.reload_stage import Stage
@@ -19,7 +21,7 @@ from proxy.engines.engine import LOADING, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.reload.checkpoint import check_version, own_model
 from proxy.reload.lease import LEASE, LEASE_SECONDS
-from turnwise.errors import LeaseLost, StoreError, StoreUnavailable
+from turnwise.errors import LeaseLost, ReloadFailed, StoreError, StoreUnavailable
 from turnwise.store import notices, serving, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
@@ -299,3 +301,37 @@ async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_
             await process.follow()
         assert process.versions == [pinned, pinned]
         assert not any(engine.state is EngineState.DRAINING for engine in process.pool.engines)
+
+
+async def test_a_restored_database_whose_version_has_other_files_is_not_served_by_what_its_engines_have(stage):
+    """The name held the version alone; the adapter of the old files leaves the engine, one of a stranger stays."""
+    async with stage.process() as process:
+        await process.serve(1, kind=PolicyKind.LORA)
+    before = [list(engine.state.adapters) for engine in stage.engines]
+    stage.engines[0].state.adapters["policy-v1"] = "another's"
+    write_probe(stage.directory / "v1")
+    save_file(
+        {"layer.lora_A.weight": np.ones((1, 1), np.float32)}, stage.directory / "v1" / "adapter_model.safetensors"
+    )
+    async with stage.process() as process:
+        lane = await process.pool.admit(Session(session_id="s"))
+        assert lane.adapter not in before[0] + before[1]
+        process.pool.release(lane)
+        await process.look()
+        assert process.versions == [1, 1]
+        for engine, old in zip(stage.engines, before, strict=True):
+            assert set(old).isdisjoint(engine.state.adapters)
+        assert "policy-v1" in stage.engines[0].state.adapters
+
+
+async def test_an_engine_that_serves_its_own_model_for_an_adapter_that_a_call_needs_is_found_by_the_probe(stage):
+    """As with a version that is published: a call's load was not compared with the probe of its files."""
+    async with stage.process() as process:
+        await process.serve(1, kind=PolicyKind.LORA)
+        write_probe(stage.directory / "v1", shift=3.0)
+        for engine in stage.engines:
+            engine.state.adapters.clear()
+        lane = process.pool.lane(Session(session_id="s"))
+        with pytest.raises(ReloadFailed, match="nats from the checkpoint's own probe"):
+            await process.pool.load_again(lane)
+        assert [engine.state.adapters for engine in stage.engines] == [{}, {}]

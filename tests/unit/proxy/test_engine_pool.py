@@ -8,13 +8,14 @@ import pytest
 from support.conversations import conversation_of
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane, adapter_name, adapter_version
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane
 from proxy.engines.pool import EnginePool
 from proxy.features.page.activity import MAX_WAITING, ActivityRecorder
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
 from proxy.sessions.memory import LiveSession
 from proxy.sessions.place import CallPlace
+from turnwise.adapter_names import adapter_name, is_adapter_name, own_version
 from turnwise.errors import InvalidRequest, StoreError
 from turnwise.features.page.activity import Activity
 from turnwise.store.database import Database
@@ -97,7 +98,7 @@ async def test_the_label_of_the_weights_sets_the_loaded_version(pool, label, hel
 async def test_an_adapter_is_not_named_for_what_is_sampled_after_an_exchange_of_its_base(pool):
     """A roll-back to whole weights does not wait for the adapter's running calls: their last version is the new one."""
     engine = pool.engines[0]
-    adapter = Lane(engine, 7, adapter_name(7))
+    adapter = Lane(engine, 7, "seventh")
     assert adapter.sampled_version == 7
     engine.apply_label("3")
     assert (adapter.sampled_version, engine.base_lane.sampled_version) == (3, 3)
@@ -105,15 +106,20 @@ async def test_an_adapter_is_not_named_for_what_is_sampled_after_an_exchange_of_
     assert adapter.sampled_version == 7
 
 
-def test_an_adapters_name_and_its_version_are_one_to_one():
-    assert adapter_version(adapter_name(12)) == 12
-    assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
+def test_an_adapters_name_tells_its_version_to_its_own_database_alone():
+    ours, theirs, digest = "0" * 12, "f" * 12, "a" * 64
+    assert own_version(adapter_name(12, ours, digest), ours) == 12
+    assert adapter_name(12, ours, digest) != adapter_name(12, ours, "b" * 64)
+    assert [is_adapter_name(adapter_name(1, theirs, digest)), is_adapter_name("policy-v1")] == [True, True]
+    strange = [adapter_name(12, theirs, digest), "policy-v12", "policy-v", "policy-vx", "12", "my-policy-v1"]
+    assert [own_version(name, ours) for name in strange] == [None] * 6
+    assert [own_version("policy-v12", ""), is_adapter_name("my-policy-v1")] == [None, False]
 
 
 async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     """Without the probe there is no other way to detect it."""
     engine, live = pool.engines[0], LiveSession(SESSIONS[0])
-    engine.adapters[3] = Lane(engine, 3, adapter_name(3))
+    engine.adapters[3] = Lane(engine, 3, "third")
     call = ChatCompletions().parse({"echo": True})
     with pytest.raises(InvalidRequest, match="LoRA"):
         await engine.sample(call, CallPlace(live, live.session, live.forests[0], conversation_of(call)), "", {})
