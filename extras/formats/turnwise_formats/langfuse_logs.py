@@ -7,12 +7,11 @@ spellings, `traceId` and `trace_id`. A numeric score is a reward with the score'
 from __future__ import annotations
 
 import datetime as dt
-import json
 from collections.abc import Collection
 from typing import Any
 
 from turnwise.errors import BadLine, SkippedLine
-from turnwise.types import Json, number_of
+from turnwise.types import Json, number_of, value_of_json
 from turnwise_formats.values import call_draft, instant, message_list, reply_of, with_system
 
 NO_TIME = dt.datetime.min.replace(tzinfo=dt.UTC)
@@ -114,10 +113,10 @@ def _value(value: Any) -> Any:
     """Return a value that may be stored as JSON text."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
+            return value_of_json(value)
+        except BadLine as error:
             if value.startswith(('{"', "[{", '["')):
-                raise BadLine(f"{value!r:.80} is broken JSON; was it cut when it was logged?") from error
+                raise BadLine(f"{error}; was it cut when it was logged?") from error
             return value  # a text that begins with a bracket
     return value
 

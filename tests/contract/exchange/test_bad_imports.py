@@ -12,6 +12,7 @@ from turnwise.exchange import plugins
 from turnwise.store.database import Database
 
 USER, REPLY = HELLO["messages"]
+LOOK = [{"type": "function", "function": {"name": "look"}}]
 HALF = "\ud83d"
 """Half of a surrogate pair: JSON has it as an escape, UTF-8 and tokenizers have not."""
 
@@ -57,6 +58,35 @@ BAD_OPENAI = {
     "arguments that are a list": (called(arguments=[1]), "not a JSON object"),
     "arguments encoded twice": (called(arguments=json.dumps('{"a": 1}')), "not a JSON object"),
     "arguments under another name": (called(input={"a": 1}), "without arguments"),
+    **{
+        f"arguments of {text}": (called(arguments=text) | {"tools": LOOK}, named)
+        for text, named in {
+            '{"x": NaN}': "NaN is not",
+            '{"x": [-Infinity]}': "-Infinity is not",
+            '{"x": 1e999}': "1e999 is not",
+            '{"x": 1, "x": 2}': "the name 'x' twice",
+            '{"x": {"y": 1, "y": 1}}': "the name 'y' twice",
+        }.items()
+    },
+    "a number of its arguments as an object": (
+        json.dumps(called(arguments={"x": float("nan")}) | {"tools": LOOK}) + "\n",
+        "NaN is not",
+    ),
+    "a number of a tool that is not finite": (HELLO | {"tools": '[{"name": "f", "x": 1e999}]'}, "1e999"),
+    "a line with a name twice": ('{"messages": [], "messages": []}\n', "the name 'messages' twice"),
+    "a tool that is no function": (HELLO | {"tools": [{"type": "custom", "name": "f"}]}, "not a function"),
+    **{
+        f"calls as {field} of {role}": (after({"role": role, "content": "x", field: value}), field)
+        for role, field, value in [
+            ("assistant", "additional_kwargs", {"tool_calls": [CALL]}),
+            ("assistant", "additional_kwargs", {"function_call": CALL["function"]}),
+            ("user", "additional_kwargs", "tool_calls"),
+            ("assistant", "invalid_tool_calls", [{"name": "look", "args": "{"}]),
+            ("assistant", "toolCalls", [CALL]),
+            ("assistant", "tool_call", CALL),
+            ("user", "tool_calls", [CALL]),
+        ]
+    },
     "an empty reply": (reply(content=""), "empty reply"),
     "a function call as text": (reply(content="I look.", function_call='look({"a": 1})'), "function_call"),
     "a function call beside tool calls": (
@@ -96,11 +126,11 @@ BAD_OPENAI = {
 }
 WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
 BAD_ROWS = {
-    **{f"a score of {value}": (HELLO | {"score": value}, "score") for value in ("good", "", [1], 10**400, 2e6)},
+    **{f"a score of {value}": (HELLO | {"score": value}, "score") for value in ("good", "1_0", "", [1], 10**400, 2e6)},
     "two rewards": (HELLO | {"reward": 1, "score": 0.5}, "each of them is a reward"),
     "a label and a score that says something else": (HELLO | {"label": False, "score": "1.0"}, "each of them"),
-    "a score that is not a number": ('{"messages": [], "score": NaN}\n', ""),
-    "an infinite reward": (json.dumps(HELLO | {"reward": float("inf")}) + "\n", "reward"),
+    "a score that is not a number": ('{"messages": [], "score": NaN}\n', "NaN is not a finite number"),
+    "an infinite reward": (json.dumps(HELLO | {"reward": float("inf")}) + "\n", "Infinity is not"),
     "the class of a row as its label": (HELLO | {"label": 3}, "a label that is a reward is 0 or 1"),
     "a mask of a row": (HELLO | {"completion_mask": [0, 1]}, "completion_mask"),
     "a prompt in a conversation beside a pair": (
@@ -176,11 +206,12 @@ def drafts_of(document):
 @pytest.mark.parametrize(
     ("document", "named"),
     [
-        *(({"ids": {"logprobs": given}}, "logprob") for given in ([None, -1.0], [float("nan"), -1.0], [-1.0], "ab")),
+        *(({"ids": {"logprobs": given}}, "logprob") for given in ([None, -1.0], [1.0, -1.0], [-1.0], "ab")),
         *(({"ids": {"token_ids": given}}, "token ids") for given in ("Ho", [72, 1.5], [72, True], None, [], [-1, 72])),
         ({"ids": {"prompt_token_ids": [2**40]}}, "token ids"),
         ({"ids": {"prompt_token_ids": [tokens.VOCABULARY_SIZE]}}, "token ids"),
-        *(({"rewards": {"r": given}}, "reward 'r'") for given in (float("nan"), 10**400, 2e6, "good", [1])),
+        *(({"rewards": {"r": given}}, "reward 'r'") for given in (10**400, 2e6, "good", [1])),
+        ({"rewards": {"r": float("nan")}}, "NaN is not a finite number"),
         ({"run": {}}, "cannot be read"),
         ({"ids": {"strange": 1}}, "cannot be read"),
     ],

@@ -208,6 +208,21 @@ def test_a_session_with_a_bad_line_is_not_stored_in_part(runs_format, database, 
     assert report["sessions"] == 1
 
 
+@pytest.mark.parametrize("is_null", [False, True])
+def test_a_flat_tool_of_responses_is_the_same_as_one_of_chat_completions(is_null, database, tmp_path, model):
+    flat = {"type": "function", **TOOLS[0]["function"]} | ({"function": None} if is_null else {})
+    run_import(tmp_path, model, [{"messages": CONVERSATION, "tools": [flat]}], "openai")
+    (record,) = records(database)
+    assert record.turns[0].tools == TOOLS
+
+
+def test_fields_of_langchain_that_are_empty_are_no_calls(database, tmp_path, model):
+    empty = {"additional_kwargs": {"refusal": None}, "invalid_tool_calls": [], "tool_call_chunks": None}
+    messages = [message | empty for message in CONVERSATION]
+    run_import(tmp_path, model, [{"messages": messages, "tools": TOOLS}], "openai")
+    assert len(records(database)) == 1
+
+
 def test_openai_lines_are_exported_as_they_were_imported(database, tmp_path, model):
     lines = [{"messages": CONVERSATION, "tools": TOOLS}, HELLO]
     run_import(tmp_path, model, lines, "openai")

@@ -121,6 +121,7 @@ def chat_message(found: Any) -> Json:
     elif message["role"] != "assistant":
         raise BadLine(f"a message of the role {name!r} has no content")
     check_no_media(found)
+    _check_hidden_calls(found, message["role"])
     for field in ("name", "tool_call_id", "refusal"):
         if isinstance(found.get(field), str):
             message[field] = found[field]
@@ -129,6 +130,23 @@ def chat_message(found: Any) -> Json:
     if message["role"] == "assistant" and len(message) == 1:
         raise BadLine("an assistant message has neither content nor tool calls")
     return message
+
+
+def _check_hidden_calls(found: Json, role: str) -> None:
+    """Refuse a message with calls in a field that is not read, such as LangChain's `additional_kwargs`."""
+    extra = found.get("additional_kwargs")
+    if isinstance(extra, dict) and not any(extra.values()):
+        extra = None
+    read = ("tool_calls", "function_call") if role == "assistant" else ()
+    calls = [
+        name for name, value in found.items() if value and isinstance(value, list | dict) and "call" in name.lower()
+    ]
+    hidden = [*(["additional_kwargs"] if extra else []), *(name for name in calls if name not in read)]
+    if hidden:
+        raise BadLine(
+            f"a message of the role {role!r} has {hidden[0]} {_shown(found[hidden[0]])}, which is not read; "
+            "write calls as tool_calls of an assistant message"
+        )
 
 
 def _sender(found: Json) -> str:
@@ -151,14 +169,19 @@ def tool_schemas(found: Any) -> list[Json] | None:
     if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
         raise BadLine(f"its tools are {_shown(schemas)}, not a list of tool schemas")
     return [
-        {"type": "function"} | (schema if "function" in schema else {}) | {"function": _function(schema)}
+        {"type": "function"} | (schema if schema.get("function") else {}) | {"function": _function(schema)}
         for schema in schemas
     ]
 
 
 def _function(schema: Json) -> Json:
-    """Return the function of a tool schema, whose parameters may be JSON text, or an empty list for an empty object."""
-    function = schema.get("function", schema)
+    """Return the function of a tool schema, whose parameters may be JSON text, or an empty list for an empty object.
+
+    Chat Completions has the function in a field of its own, Responses beside the type.
+    """
+    function = schema.get("function") or {field: schema[field] for field in schema if field not in ("type", "function")}
+    if schema.get("type") not in (None, "function"):
+        raise BadLine(f"a tool is {_shown(schema)}, not a function")
     named = isinstance(function, dict) and isinstance(function.get("name"), str) and "input_schema" not in function
     found = function.get("parameters") if named else None
     parameters = {} if found == [] else value_of_json(found) if isinstance(found, str) else found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from turnwise.errors import MALFORMED, BadLine, InvalidRequest
-from turnwise.types import Json
+from turnwise.types import Json, value_of_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 ROWS_AT_ONCE = 256
@@ -79,12 +79,10 @@ class JsonArray:
 
     def __init__(self, path: Path) -> None:
         try:
-            found: Any = json.loads(path.read_bytes())
+            found = value_of_json(path.read_bytes())
             self._documents: list[Any] = found if isinstance(found, list) else [found]
-        except ValueError as error:
-            raise InvalidRequest(f"{str(path)!r} is not JSON: {error}") from error
-        except RecursionError as error:
-            raise InvalidRequest(f"the JSON of {str(path)!r} is nested too deep; write one object a line") from error
+        except BadLine as error:
+            raise InvalidRequest(f"{str(path)!r} cannot be read: {error}; write one object a line") from error
 
     def read(self) -> Iterator[tuple[int, Json | BadLine]]:
         for number, document in enumerate(self._documents, 1):
@@ -121,11 +119,9 @@ class ParquetRows:
 
 def _document(line: bytes) -> Json | BadLine:
     try:
-        document = json.loads(line)
-    except ValueError as error:
-        return BadLine(f"it is not JSON: {error}")
-    except RecursionError:
-        return BadLine("its JSON is nested too deep")
+        document = value_of_json(line)
+    except BadLine as error:
+        return error
     return document if isinstance(document, dict) else BadLine(f"{document!r:.80} is not a JSON object")
 
 
