@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.exchanged import CALL, CONVERSATION, HELLO, records, run_import
+from support.exchanged import CALL, CONVERSATION, HELLO, TOOLS, records, run_import
 from turnwise_fake_engine import tokens
 
 from turnwise.store.database import Database
@@ -78,13 +78,36 @@ REFUSED = {
         "truncated due to size",
     ),
     "media of Langfuse": ("langfuse", langfuse([{"role": "user", "content": MEDIA}], "Nice."), "langfuseMedia"),
-    "messages as JSON that was cut": ("langfuse", langfuse('[{"role": "user", "content": "H', "Hello"), "broken JSON"),
+    "messages as JSON that was cut": ("langfuse", langfuse('[{"role": "user", "content": "H', "Hello"), "was it cut"),
     "scores of one name without times": ("langfuse", langfuse([USER], "Hello", scores=SCORES), "several scores 'a'"),
     "a score that is not finite": (
         "langfuse",
         json.dumps(langfuse([USER], "Hello", scores=[{"name": "a", "value": float("nan")}])) + "\n",
-        "score 'a'",
+        "NaN is not a finite number",
     ),
+    "a score in a text that is not finite": (
+        "langfuse",
+        langfuse([USER], "Hello", scores='[{"name": "a", "value": 1e999}]'),
+        "1e999 is not a finite number",
+    ),
+    "the beginning of a reply to LiteLLM": (
+        "litellm",
+        litellm([USER, REPLY], {"content": " there"}, call_type="anthropic_messages"),
+        "follows the assistant's message 2",
+    ),
+    "the beginning of a reply to Langfuse": ("langfuse", langfuse([USER, REPLY], " there"), "follows the assistant's"),
+    "a step that goes on with the one before": ("atif", atif(agent(), agent()), "follows the assistant's message 2"),
+    **{
+        f"a call of LangChain in {place}": (
+            "langfuse",
+            langfuse([USER, *before, *([USER] if before else [])], output),
+            "additional_kwargs",
+        )
+        for place, before, output in [
+            ("a prompt", [REPLY | {"additional_kwargs": {"tool_calls": [CALL]}}], "Hello"),
+            ("a reply", [], REPLY | {"additional_kwargs": {"tool_calls": [CALL]}}),
+        ]
+    },
     "an observation without content": (
         "atif",
         atif(agent(observation={"results": [{"subagent_trajectory_ref": [{}]}]}), agent()),
@@ -161,9 +184,12 @@ def test_a_reply_that_the_model_ended_is_imported_in_the_words_of_each_server(
 def test_generations_of_a_trace_are_in_the_order_of_their_times(
     database: Database, tmp_path: Path, model: Path
 ) -> None:
+    given = {"modelParameters": {"tools": TOOLS}}
     calls = [
-        langfuse(CONVERSATION[:4], {"content": "Lea is."}, startTime="2026-01-01T09:00:00Z"),
-        langfuse(CONVERSATION[:2], {"content": None, "tool_calls": [CALL]}, startTime="2026-01-01T10:30:00+02:00"),
+        langfuse(CONVERSATION[:4], {"content": "Lea is."}, startTime="2026-01-01T09:00:00Z", **given),
+        langfuse(
+            CONVERSATION[:2], {"content": None, "tool_calls": [CALL]}, startTime="2026-01-01T10:30:00+02:00", **given
+        ),
     ]
     run_import(tmp_path, model, [{"id": "a", "observations": calls}], "langfuse")
     (record,) = records(database)
