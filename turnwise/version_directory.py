@@ -37,6 +37,8 @@ DIGESTED_BYTES = 2**20
 ENGINE_ANSWER = "engine_answer"
 """In the metrics of a version that an engine did not compute: `positions` of its probe, and the engine's `logprobs`."""
 SHORTEST_PROBE = 2
+MAX_CONFIG_BYTES = 2**20
+"""Most bytes of an adapter's configuration."""
 MAX_JSON_BYTES = 256 * 2**20
 """Most bytes of a JSON file: tokenizers of large vocabularies have tens of MiB."""
 
@@ -346,8 +348,9 @@ def read_json(path: Path) -> dict[str, Any]:
         BadCheckpoint: it cannot be read, or holds something else.
     """
     try:
-        if (size := regular_file(path).stat().st_size) > MAX_JSON_BYTES:
-            raise BadCheckpoint(f"{path} has {size} bytes; the limit for a JSON file is {MAX_JSON_BYTES}")
+        limit = MAX_CONFIG_BYTES if path.name == ADAPTER_CONFIG else MAX_JSON_BYTES
+        if (size := regular_file(path).stat().st_size) > limit:
+            raise BadCheckpoint(f"{path} has {size} bytes; the limit for this file is {limit}")
         decoded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}; the directory needs this file") from error

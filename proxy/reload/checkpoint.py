@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from proxy.reload.adapter_shape import FLOATS, why_misread
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind, PolicyVersion
 from turnwise.version_directory import (
@@ -38,12 +39,14 @@ from turnwise.version_directory import (
 LENGTH_BYTES = 8
 """A file starts with its header's length, little-endian."""
 CHUNK_BYTES = 64 * 2**20
-FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 """Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
 HEAD = "lm_head.weight"
 CONTAINERS = re.compile(r"^(?:(?:model|language_model|text_model)\.)+")
 """The beginning of names of tensors of the language model."""
+PARTS = frozenset({"text_config", "vision_config", "audio_config", "thinker_config"})
+"""Fields in the configuration of a model whose language model is one of several parts."""
+SEVERAL = re.compile(r"(?:.*\.)?(?:language_model|text_model)\.")
 EMBEDDINGS = "embed_tokens.weight"
 PACKED = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", "_packed")
 """Ends of names of tensors that stand beside, or for, a matrix that is stored packed."""
@@ -260,14 +263,16 @@ def _check_same_tensors(directory: Path, tensors: dict[str, Tensor], served: dic
 
 def _check_adapter(directory: Path, served: Path | None) -> None:
     config = read_json(directory / ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
-        raise BadCheckpoint(
-            f"{directory} is not a LoRA adapter: peft_type {config.get('peft_type')!r}, r {config.get('r')!r}"
-        )
+    if config.get("peft_type") != "LORA":
+        raise BadCheckpoint(f"{directory} is not a LoRA adapter: peft_type {config.get('peft_type')!r}")
     tensors = read_header(directory / ADAPTER_WEIGHTS)
     if not tensors:
         raise BadCheckpoint(f"{directory / ADAPTER_WEIGHTS} holds no tensor; write the adapter before publishing it")
+    if (reason := why_misread(config, tensors)) is not None:
+        raise BadCheckpoint(f"the adapter {str(directory)!r} {reason}")
     base = {} if served is None else _tensors(served)
+    if served is not None:
+        _check_containers(directory, tensors, base, read_json(served / MODEL_CONFIG))
     embeddings = next((tensor for name, tensor in base.items() if name.endswith(EMBEDDINGS)), None)
     if served is not None and embeddings and read_json(served / MODEL_CONFIG).get("tie_word_embeddings"):
         base.setdefault(HEAD, embeddings)
@@ -282,6 +287,23 @@ def _inner(name: str) -> str:
     Engines map both orders: `model.language_model.layers.0…` and `language_model.model.layers.0…`.
     """
     return CONTAINERS.sub("", name)
+
+
+def _check_containers(
+    directory: Path, adapted: dict[str, Tensor], base: dict[str, Tensor], config: dict[str, Any]
+) -> None:
+    """Check that names have no container that a model of texts alone has not: an engine would skip these tensors."""
+    if PARTS & config.keys() or any(SEVERAL.match(name) for name in base):
+        return
+    inside = {_inner(name): name for name in base}
+    for name in adapted:
+        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_")
+        actual = inside.get(_inner(f"{module}.weight"))
+        if found and actual is not None and actual.startswith("model.") and actual != f"{module}.weight":
+            raise BadCheckpoint(
+                f"{directory} adapts {module!r}, and the served model calls it {actual.removesuffix('.weight')!r}: an "
+                "engine would serve the model without it; rename the adapter's tensors"
+            )
 
 
 def _check_adapter_tensor(directory: Path, name: str, tensor: Tensor, base: dict[str, Tensor]) -> None:

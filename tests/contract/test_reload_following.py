@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.control_plane import ask, policy, publish
 from support.proxies import RunningProxy, running_proxy
-from support.tiny_checkpoints import write_adapter, write_weights
+from support.tiny_checkpoints import FACTORS, write_adapter, write_weights
 from support.waiting import assert_stays, wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
@@ -67,7 +67,9 @@ def test_two_databases_with_a_policy_of_the_same_name_each_sample_with_their_own
         for name in ("first", "second"):
             url = f"sqlite:///{tmp_path}/{name}.db"
             proxy = running.enter_context(running_proxy(fake_engine.url, url, tmp_path))
-            paths[name] = write_adapter(tmp_path / name, {"layer.lora_A.weight": np.full((1, 1), len(paths) + 1.0)})
+            paths[name] = write_adapter(
+                tmp_path / name, FACTORS | {"layer.lora_A.weight": np.full((1, 1), len(paths) + 1.0)}
+            )
             version = publish(proxy, paths[name], kind="lora")
             wait_until(lambda proxy=proxy, version=version: status(proxy, version) == "active", "it is served")
             body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}

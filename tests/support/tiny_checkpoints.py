@@ -11,7 +11,7 @@ from turnwise_fake_engine.sampling import logprobs_of
 from turnwise.version_directory import MANIFEST
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
-FACTORS = {"layer.lora_A.weight": np.zeros((1, 1), np.float32)}
+FACTORS = {f"layer.lora_{name}.weight": np.zeros((1, 1), np.float32) for name in "AB"}
 
 Tensors = Mapping[str, np.ndarray]
 

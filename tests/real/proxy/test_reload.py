@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from support import stalled_files
 from support.ports import free_port
 from support.reload_stage import Stage
-from support.tiny_checkpoints import write_probe
+from support.tiny_checkpoints import FACTORS, write_probe
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import running_fake_engine
 
@@ -311,7 +311,8 @@ async def test_a_restored_database_whose_version_has_other_files_is_not_served_b
     stage.engines[0].state.adapters["policy-v1"] = "another's"
     write_probe(stage.directory / "v1")
     save_file(
-        {"layer.lora_A.weight": np.ones((1, 1), np.float32)}, stage.directory / "v1" / "adapter_model.safetensors"
+        FACTORS | {"layer.lora_A.weight": np.ones((1, 1), np.float32)},
+        stage.directory / "v1" / "adapter_model.safetensors",
     )
     async with stage.process() as process:
         lane = await process.pool.admit(Session(session_id="s"))

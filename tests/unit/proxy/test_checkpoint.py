@@ -172,7 +172,7 @@ def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     check_headers(str(write_adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
     wide = {name: np.ones((3, 3), np.float32) for name in FACTORS}
     assert "does not fit the served model's [2, 2]" in refusal(
-        write_adapter(tmp_path / "b", wide), PolicyKind.LORA, served
+        write_adapter(tmp_path / "b", wide, r=3), PolicyKind.LORA, served
     )
     renamed = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
     words = refusal(write_adapter(tmp_path / "c", renamed), PolicyKind.LORA, served)
