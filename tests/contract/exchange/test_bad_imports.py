@@ -40,6 +40,11 @@ BAD_OPENAI = {
     "no reply": ({"messages": [USER]}, "no assistant message"),
     "an unknown role": (after({"role": "wizard", "content": "Hi"}), "'wizard'"),
     "a picture": (after({"role": "user", "content": [{"type": "image_url"}]}), "'image_url'"),
+    "a column of another trainer": (HELLO | {"tool_defs": "[]", "tools": None}, "the column 'tool_defs' beside"),
+    "a pair with a column of its own": (
+        {"input": {"messages": [USER], "system": "x"}, "preferred_output": [REPLY], "non_preferred_output": [REPLY]},
+        "the column 'system' beside messages",
+    ),
     "another format": ({"prompt": "x"}, "prompt"),
     "half of a surrogate pair in a reply": (reply(content=HALF), "cannot be read"),
     "half of a surrogate pair in a prompt": (
@@ -124,7 +129,6 @@ BAD_OPENAI = {
     "the beginning of a reply": (after(REPLY), "follows the assistant's message 2"),
     "a role and another sender": ({"messages": [USER | {"from": "gpt"}, REPLY]}, "is from 'gpt'"),
 }
-WHOLE = [{"role": "system", "content": "Be brief."}, USER, REPLY]
 BAD_ROWS = {
     **{f"a score of {value}": (HELLO | {"score": value}, "score") for value in ("good", "1_0", "", [1], 10**400, 2e6)},
     "two rewards": (HELLO | {"reward": 1, "score": 0.5}, "each of them is a reward"),
@@ -132,38 +136,28 @@ BAD_ROWS = {
     "a score that is not a number": ('{"messages": [], "score": NaN}\n', "NaN is not a finite number"),
     "an infinite reward": (json.dumps(HELLO | {"reward": float("inf")}) + "\n", "Infinity is not"),
     "the class of a row as its label": (HELLO | {"label": 3}, "a label that is a reward is 0 or 1"),
-    "a mask of a row": (HELLO | {"completion_mask": [0, 1]}, "completion_mask"),
-    "a prompt in a conversation beside a pair": (
-        {"conversations": [USER], "chosen": [REPLY], "rejected": [REPLY | {"content": "No"}]}, "another conversation",
+    **{
+        f"a row with {column}": (row | {column: "x"}, f"the column {column!r} beside")
+        for column, row in {
+            "conversations": HELLO,
+            "prompt": HELLO,
+            "system": HELLO,
+            "tool_defs": HELLO | {"tools": None},
+            "functions": HELLO,
+            "history": {"prompt": "Hi", "completion": "Ho"},
+            "score": {"prompt": "Hi", "chosen": "a", "rejected": "b"},
+            "completion_mask": HELLO,
+            "images": HELLO,
+            "chat_template_kwargs": HELLO,
+        }.items()
+    },
+    "a pair without its prompt": ({"chosen": [USER, REPLY], "rejected": [USER, REPLY]}, "none of the forms"),
+    "columns of Alpaca": ({"instruction": "a", "input": "b", "output": "c"}, "none of the forms"),
+    "a conversation of another form": ({"messages": [{"input": "Hi", "output": "Hello"}]}, "the role None"),
+    "a completion with its prompt": ({"prompt": "Hi", "completion": [USER, REPLY]}, "not where its prompt ends"),
+    "a pair with its prompt twice": (
+        {"prompt": "Hi", "chosen": [USER, REPLY], "rejected": "No"}, "not where its prompt ends",
     ),
-    "a conversation beside another pair": (
-        {"messages": [USER, REPLY], "prompt": "Who?", "chosen": "a", "rejected": "b"}, "another conversation",
-    ),
-    "a completion beside a conversation with another reply": (
-        {"prompt": "Hi", "completion": "Ho", **HELLO}, "another conversation",
-    ),
-    "columns of Alpaca beside another conversation": (
-        {"instruction": "a", "output": "b", **HELLO}, "another conversation",
-    ),
-    "an output and another completion": (
-        {"instruction": "a", "output": "b", "prompt": "a", "completion": "c"}, "another output",
-    ),
-    "a reply alone beside a conversation of another form": (
-        {"conversation": [{"input": "Hi"}], "chosen": [REPLY], "rejected": [REPLY | {"content": "No"}]},
-        "the role None",
-    ),
-    "a conversation of another form alone": ({"messages": [{"input": "Hi", "output": "Hello"}]}, "the role None"),
-    "two conversations": ({**HELLO, "conversations": [USER, REPLY | {"content": "Ho"}]}, "messages and conversations"),
-    "a prompt that the conversation has not": ({"prompt": "Who?", "messages": [USER, REPLY]}, "not part of"),
-    "a prompt beside another conversation": (
-        {"prompt": "Who?", "chosen": WHOLE, "rejected": [*WHOLE[:2], REPLY | {"content": "No"}]}, "not part of",
-    ),
-    "a text without a prompt": ({"chosen": "Human: Hi\n\nAssistant: A", "rejected": "Human: Hi"}, "prompt"),
-    "two system prompts": ({"system": "Be long.", "messages": WHOLE}, "system prompt"),
-    "two columns of system prompts": ({"system": "a", "system_prompt": "b", **HELLO}, "system, system_prompt"),
-    "a history that is no list of pairs": ({"instruction": "a", "output": "b", "history": ["x"]}, "history"),
-    "pictures in a column": (HELLO | {"images": [{"bytes": "x"}]}, "images"),
-    "arguments of the template": (HELLO | {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
     "a prompt that begins the reply": (
         {"prompt": [USER, REPLY], "completion": [REPLY | {"content": " there"}]}, "follows the assistant's message 2",
     ),
@@ -171,7 +165,6 @@ BAD_ROWS = {
         {"prompt": [USER, REPLY], "chosen": [REPLY], "rejected": [REPLY | {"content": "No"}]}, "follows the",
     ),
     "equal outputs": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "no assistant message is left"),
-    "an input that is no text": ({"instruction": "a", "input": {"b": 1}, "output": "c"}, ""),
 }  # fmt: skip
 CASES = [("openai", *case) for case in BAD_OPENAI.values()] + [("hf", *case) for case in BAD_ROWS.values()]
 
@@ -247,9 +240,7 @@ def test_a_score_may_be_written_as_text(value, reward, database, tmp_path, model
         *({"training": False}, {"trainable": 0}, {"loss_mask": 0}, {"step_loss_mask": "0"}),
     ],
 )
-@pytest.mark.parametrize(
-    "shape", ["openai", "openai pair", "hf", "hf completion", "hf completion after a system column", "hf pair"]
-)
+@pytest.mark.parametrize("shape", ["openai", "openai pair", "hf", "hf completion", "hf pair"])
 def test_a_reply_that_is_marked_as_not_trained_is_not_trained(mark, shape, database, tmp_path, model):
     said = [REPLY | mark, {**USER, "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
     other = [{**REPLY, "content": "Ho"}, {**USER, "content": "Bye"}, {"role": "assistant", "content": "Go"}]
@@ -258,7 +249,6 @@ def test_a_reply_that_is_marked_as_not_trained_is_not_trained(mark, shape, datab
         "openai pair": {"input": {"messages": [USER]}, "preferred_output": said, "non_preferred_output": other},
         "hf": {"messages": [USER, *said]},
         "hf completion": {"prompt": [USER], "completion": said},
-        "hf completion after a system column": {"system": "Be brief.", "prompt": "Hi", "completion": said},
         "hf pair": {"prompt": "Hi", "chosen": said, "rejected": other},
     }[shape]
     run_import(tmp_path, model, [row], shape.partition(" ")[0])
@@ -267,29 +257,6 @@ def test_a_reply_that_is_marked_as_not_trained_is_not_trained(mark, shape, datab
 
 
 FIRST = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}
-PROMPTED = {
-    "a system column": ({"system": "Be brief.", "conversations": [USER, REPLY]}, WHOLE[:2]),
-    "a system prompt of a question": ({"system_prompt": "Be brief.", "prompt": "Hi", "completion": "Hello"}, WHOLE[:2]),
-    "the same system prompt twice": ({"system": "Be brief.", "messages": WHOLE}, WHOLE[:2]),
-    "a history": (
-        {"system": "Be brief.", "instruction": "Hi", "output": "Hello", "history": [["One?", "1"]]},
-        [WHOLE[0], *FIRST, USER],
-    ),
-    "a text prompt beside a whole conversation": ({"prompt": "Hi", "completion": WHOLE}, WHOLE[:2]),
-    "a prompt beside messages": ({"prompt": "Hi", "messages": WHOLE}, WHOLE[:2]),
-    "a system message of a row": ({"system_message": "Be brief.", **HELLO}, WHOLE[:2]),
-    "columns of Alpaca that say the same": ({"instruction": "Hi", "output": "Hello", "messages": WHOLE}, WHOLE[:2]),
-    "a completion that says the same": ({"prompt": "Hi", "completion": "Hello", **HELLO}, [USER]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "prompt"), PROMPTED.values(), ids=PROMPTED)
-def test_columns_before_a_conversation_are_part_of_the_prompt_once(row, prompt, database, tmp_path, model):
-    run_import(tmp_path, model, [row], "hf")
-    (record,) = records(database)
-    (view,) = record.views()
-    assert view.prompt_token_ids.tolist() == tokens.encode(tokens.render(prompt, None))
-    assert tokens.decode(view.turn.token_ids.tolist()) == "Hello<|im_end|>"
 
 
 def test_of_a_pair_that_parts_at_an_earlier_turn_everything_after_it_is_trained(database, tmp_path, model):
@@ -299,35 +266,32 @@ def test_of_a_pair_that_parts_at_an_earlier_turn_everything_after_it_is_trained(
         for asked, said in (("Two?", "2"), ("Three?", "4"))
     )
     openai = {"input": {"messages": [FIRST[0]]}, "preferred_output": chosen[1:], "non_preferred_output": rejected[1:]}
-    for format_name, row in (("hf", {"chosen": chosen, "rejected": rejected}), ("openai", openai)):
+    for format_name, row in (
+        ("hf", {"prompt": [FIRST[0]], "chosen": chosen[1:], "rejected": rejected[1:]}),
+        ("openai", openai),
+    ):
         run_import(tmp_path, model, [row], format_name, name=f"{format_name}.jsonl")
     said = [[turn.response["content"] for turn in record.turns] for record in records(database)]
     assert said == [["2", "Hello"], ["4", "Hello"]] * 2
 
 
-OTHER = [USER, REPLY | {"content": "Ho"}]
-PAIR = {"chosen": [USER, REPLY], "rejected": OTHER}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
 UNAMBIGUOUS = {
     "a null sender beside a role": ({"messages": [USER | {"from": None}, REPLY | {"from": "Alice"}]}, 1),
     "a null role beside a sender": ({"messages": [{"role": None, "from": "human", "value": "Hi"}, REPLY]}, 1),
     **{
-        f"a result from {name}": ({"conversations": [USER, {"from": name, "value": "{}"}, REPLY]}, 1)
+        f"a result from {name}": ({"messages": [USER, {"from": name, "value": "{}"}, REPLY]}, 1)
         for name in ("function", "function_response", "observation")
     },
-    "a conversation of another form beside a pair": (
-        PAIR | {"conversation": [{"input": "Hi", "output": "Hello"}]}, 2,
+    "columns without a value": (HELLO | {"system": "", "images": [], "prompt": None, "metadata": {}}, 1),
+    "a prompt and two texts": ({"prompt": "Hi", "chosen": "Hello", "rejected": "Ho"}, 2),
+    "a result after the prompt": (
+        {"prompt": [USER, {"role": "assistant", "tool_calls": [CALL]}],
+         "completion": [{"role": "tool", "content": "x"}, REPLY]}, 1,
     ),
-    "no messages beside a pair": (PAIR | {"messages": [], "conversations": "as text"}, 2),
-    "equal conversations": ({**HELLO, "conversations": HELLO["messages"]}, 1),
-    "equal conversations beside a pair": (PAIR | {**HELLO, "conversations": [USER, REPLY]}, 2),
-    "nothing masked": ({"messages": [USER, REPLY | {"masked": False}], "mask": "a word of [MASK]", "masked": "0"}, 1),
-    "functions as free text": (HELLO | {"functions": "math, code"}, 1),
-    "equal tools and functions": (HELLO | {"tools": [TOOL], "functions": json.dumps([TOOL])}, 1),
     "parameters as text and as an empty list": (
         HELLO | {"tools": [TOOL | {"parameters": '{"type": "object"}'}, TOOL | {"parameters": []}]}, 1,
     ),
-    "one system prompt in two columns": (HELLO | {"system": "a", "system_message": "a"}, 1),
 }  # fmt: skip
 
 

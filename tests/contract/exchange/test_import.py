@@ -109,16 +109,7 @@ ROWS = {
         "chosen": PREFERENCE["preferred_output"],
         "rejected": PREFERENCE["non_preferred_output"],
     },
-    "TRL, implicit prompt": {
-        "chosen": [*PREFERENCE["input"]["messages"], *PREFERENCE["preferred_output"]],
-        "rejected": [*PREFERENCE["input"]["messages"], *PREFERENCE["non_preferred_output"]],
-    },
     "plain text": {"prompt": "Hi", "chosen": "Hello!", "rejected": "What?"},
-    "the prompt twice": {
-        "prompt": PREFERENCE["input"]["messages"],
-        "chosen": [*PREFERENCE["input"]["messages"], *PREFERENCE["preferred_output"]],
-        "rejected": [*PREFERENCE["input"]["messages"], *PREFERENCE["non_preferred_output"]],
-    },
 }
 
 
@@ -136,22 +127,13 @@ def test_a_preference_becomes_a_group_of_two(row, database, tmp_path, model):
         assert claims.num_claimable(conn, with_imported=True) == (1, 0)
 
 
-def test_alpacas_columns_become_a_prompt_and_a_reply(database, tmp_path, model):
-    row = {"instruction": "Translate.", "input": "Hello", "output": "Ciao"}
-    run_import(tmp_path, model, [row, row | {"input": ""}], "hf")
-    assert [json.loads(line)["messages"] for line in export(tmp_path, "--format", "openai").splitlines()] == [
-        [{"role": "user", "content": asked}, {"role": "assistant", "content": "Ciao"}]
-        for asked in ("Translate.\n\nHello", "Translate.")
-    ]
-
-
-def test_a_parquet_chat_set_with_sharegpts_names_is_read(database, tmp_path, model):
+def test_a_parquet_chat_set_is_read(database, tmp_path, model):
     import pyarrow
     import pyarrow.parquet
 
     rows = [
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "score": 0.5},
-        {"conversations": [{"from": "human", "value": "Hi"}], "score": 1.0},
+        HELLO | {"score": 0.5},
+        {"messages": HELLO["messages"][:1], "score": 1.0},
     ]
     (tmp_path / "set" / "data").mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "set" / "data" / "train.parquet")

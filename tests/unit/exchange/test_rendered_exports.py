@@ -84,7 +84,8 @@ def test_trl_renders_prompt_and_completion_as_the_stored_tokens(database, tmp_pa
 def test_trl_renders_a_pair_as_the_stored_tokens_from_the_reply_where_it_parts(database, tmp_path, model):
     better, worse = conversation("And tom's?", "Lea."), conversation("And tom's?", "Lea.")
     worse[-1] = {"role": "assistant", "content": "No."}
-    stored = store(tmp_path, model, {"chosen": better, "rejected": worse, "tools": TOOLS})
+    pair = {"prompt": better[:2], "chosen": better[2:], "rejected": worse[2:], "tools": TOOLS}
+    stored = store(tmp_path, model, pair)
     (row,) = loaded(tmp_path, "trl-pairs")
     rendered = rendered_by_trl(row, model)
     for name, ids in zip(("chosen", "rejected"), stored, strict=True):

@@ -98,7 +98,7 @@ UNREAD_MARKS = ("mask", "masked", "train_detail", "completion_mask", "assistant_
 """Marks of parts of a message or row, or whose meaning differs by trainer."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA_FIELDS = ("images", "image", "videos", "video", "audios", "audio", "documents", "chat_template_kwargs")
-"""Fields of a message or columns of a row that change what the model reads, and that cannot be tokenised."""
+"""Fields of a message that change what the model reads, and that cannot be tokenised."""
 
 
 def chat_messages(found: Any) -> list[Json]:

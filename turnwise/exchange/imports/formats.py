@@ -1,16 +1,15 @@
 """What reads a line of a file: the files of OpenAI fine-tuning, Hugging Face chat data sets, and formats of plug-ins.
 
-OpenAI has supervised examples with optional weights, and pairs of preferred and other outputs. Of data sets it takes
-the columns that TRL and most published sets use: `messages` or `conversations`; `prompt` with `completion`; `prompt`
-with `chosen` and `rejected`, or these two with the prompt in both; `instruction`, `input` and `output` of Alpaca. Each
-may be messages or plain text. `system`, `system_prompt` and `history` come before them. A `label` (KTO) or `score`
-column is the reward. A row that can be read in two ways is refused: an import never guesses a reply.
+OpenAI has supervised examples with optional weights, and pairs of preferred and other outputs. A row of a data set has
+one of three forms, as TRL names them: `messages`; `prompt` and `completion`; `prompt`, `chosen` and `rejected`. Prompts
+and outputs may be plain text. `tools` may stand beside them, and a `reward`, `score` or `label` (KTO) of a session. A
+line with another column is refused: what it means for the conversation is not known, and an import never guesses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.errors import BadLine
@@ -18,10 +17,7 @@ from turnwise.exchange.imports.drafts import (
     Draft,
     ImportedConversation,
     SampledTokens,
-    chat_message,
     chat_messages,
-    check_marks,
-    check_no_media,
     conversation_of,
     tool_schemas,
     untrained_of,
@@ -41,6 +37,7 @@ class Format:
 
 REWARDS = {"chosen": 1.0, "rejected": 0.0}
 """The sessions of a pair."""
+TOOL_COLUMNS = ("tools", "functions", "parallel_tool_calls")
 OUTPUTS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 """Fields of a preference example, and the session that each becomes."""
 
@@ -48,9 +45,11 @@ OUTPUTS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 def openai_drafts(document: Json) -> list[Draft]:
     """Return one session for a supervised example, two for a preference example."""
     if "preferred_output" in document:
+        _check_columns(document, ("input", *OUTPUTS))
         return _pair(document)
     if "messages" not in document:
         raise BadLine(f"it has neither messages nor preferred_output; its fields are {', '.join(document) or 'none'}")
+    _check_columns(document, ("messages", *TOOL_COLUMNS))
     messages = chat_messages(document["messages"])
     untrained = untrained_of(document["messages"])
     return [Draft(conversations=[conversation_of(messages, _tools(document), untrained=untrained)])]
@@ -60,6 +59,7 @@ def _pair(document: Json) -> list[Draft]:
     request = document.get("input")
     if not isinstance(request, dict):
         raise BadLine("a preference example needs an input with messages")
+    _check_columns(request, ("messages", *TOOL_COLUMNS))
     prompt = chat_messages(request.get("messages"))
     wholes, marked = {}, {}
     for field, suffix in OUTPUTS.items():
@@ -86,152 +86,63 @@ def _pair_drafts(
 
 
 def _tools(document: Json) -> list[Json] | None:
-    tools, functions = tool_schemas(document.get("tools")), document.get("functions")
-    if isinstance(functions, str) and not functions.lstrip().startswith("["):
-        return tools  # a text of the row's own
-    functions = tool_schemas(functions)
-    if tools and functions and tools != functions:
+    tools, functions = tool_schemas(document.get("tools")), tool_schemas(document.get("functions"))
+    if tools and functions:
         raise BadLine("it has tools and functions")
     return tools or functions
 
 
-CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
+def _check_columns(document: Json, known: Sequence[str]) -> None:
+    other = [column for column, value in document.items() if column not in known and _is_given(value)]
+    if other:
+        read = " and ".join(column for column in document if column in known)
+        raise BadLine(
+            f"it has the column {other[0]!r:.60} beside {read}, which is not read; leave it out, or write what it "
+            "means into the messages"
+        )
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value not in ("", [], {})
+
+
+FORMS = (("messages",), ("prompt", "completion"), ("prompt", *REWARDS))
 REWARD_COLUMNS = ("reward", "score", "label")
-SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 
 
 def data_set_drafts(document: Json) -> list[Draft]:
     """Return the session of a row, or the two sessions of a preference row."""
-    check_no_media(document)
-    check_marks(document)
+    form = next((form for form in FORMS if all(_is_given(document.get(column)) for column in form)), None)
+    if form is None:
+        raise BadLine(
+            f"it has none of the forms {'; '.join(map(' and '.join, FORMS))}; its columns are "
+            f"{', '.join(document) or 'none'}"
+        )
+    is_pair = form == FORMS[2]
+    _check_columns(document, (*form, "tools", *(() if is_pair else REWARD_COLUMNS)))
     tools = _tools(document)
-    given = [column for column in CONVERSATION_COLUMNS if document.get(column)]
-    columns = _conversations(document, given)
-    if document.get("chosen") is not None and document.get("rejected") is not None:
-        starts, wholes, marked = [], {}, {}
-        for name in REWARDS:
-            wholes[name], start, marked[name] = _with_prompt(document, name)
-            starts.append(start)
-        is_whole = wholes["chosen"][0]["role"] != "assistant"  # else another column may have its prompt
-        _check_agrees(document, columns if is_whole else given, list(wholes.values()))
-        return _pair_drafts(wholes, marked, min(starts), tools)
-    rewards = _rewards(document)
-    document = _with_completion(document)
-    if columns and document.get("completion") is not None:
-        _check_agrees(document, columns, [_with_prompt(document, "completion")[0]])
-    if columns:
-        return [Draft(conversations=[_whole_conversation(document, columns[0], tools)], rewards=rewards)]
-    if document.get("completion") is not None:
-        whole, start, untrained = _with_prompt(document, "completion")
-        untrained = untrained.union(range(start or len(whole) - 1))
-        return [Draft(conversations=[conversation_of(whole, tools, untrained=untrained)], rewards=rewards)]
-    for column in given:
-        chat_messages(document[column])  # says what it is instead
-    raise BadLine(
-        f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected, "
-        f"instruction with output; its columns are {', '.join(document) or 'none'}"
-    )
-
-
-def _conversations(document: Json, given: list[str]) -> list[str]:
-    """Return the column of a row that is a conversation, or none: one of other objects or of text is the row's own."""
-    columns = [
-        column
-        for column in given
-        if isinstance(found := document[column], list)
-        and any(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found)
-    ]
-    read = [(chat_messages(document[column]), untrained_of(document[column])) for column in columns]
-    if any(one != read[0] for one in read):
-        raise BadLine(f"it has the columns {' and '.join(columns)}, each of which is a conversation")
-    return columns[:1]
-
-
-def _with_completion(document: Json) -> Json:
-    """Return a row of Alpaca's columns with a prompt and a completion, and any other as it is."""
-    if not isinstance(document.get("instruction"), str) or document.get("output") is None:
-        return document
-    if document.get("completion") not in (None, document["output"]):
-        raise BadLine("it has a completion and another output")
-    asked = "\n\n".join(filter(None, (document["instruction"], document.get("input"))))
-    return document | {"prompt": asked, "completion": document["output"]}
-
-
-def _check_agrees(document: Json, columns: list[str], wholes: list[list[Json]]) -> None:
-    """Refuse a column's conversation that other columns neither make nor begin with: which is trained is not known."""
-    for column in columns:
-        messages = _joined(_before(document), chat_messages(document[column]))
-        if messages[0]["role"] == "system" and wholes[0][0]["role"] != "system":
-            messages = messages[1:]
-        if messages not in wholes and any(whole[: len(messages)] != messages for whole in wholes):
-            raise BadLine(f"its {column} is another conversation than its other columns are")
-
-
-def _whole_conversation(document: Json, column: str, tools: list[Json] | None) -> ImportedConversation:
-    messages, before = chat_messages(document[column]), _before(document)
-    prompt = document.get("prompt")
-    if prompt is not None and _begun(messages, chat_messages(_as_messages(prompt, "user"))) is None:
-        raise BadLine(f"its prompt {prompt!r:.80} is not part of its {column}")
-    whole = _joined(before, messages)
-    return conversation_of(whole, tools, untrained=_marked(document[column], whole).union(range(len(before))))
+    if form == FORMS[0]:
+        messages, untrained = chat_messages(document["messages"]), untrained_of(document["messages"])
+        conversation = conversation_of(messages, tools, untrained=untrained)
+        return [Draft(conversations=[conversation], rewards=_rewards(document))]
+    prompt = chat_messages(_as_messages(document["prompt"], "user"))
+    wholes, marked = {}, {}
+    for column in form[1:]:
+        output = _as_messages(document[column], "assistant")
+        wholes[column] = [*prompt, *chat_messages(output)]
+        marked[column] = _marked(output, wholes[column])
+        if (role := wholes[column][len(prompt)]["role"]) not in ("assistant", "tool"):
+            raise BadLine(f"its {column} begins with a message of the role {role!r}, and not where its prompt ends")
+    if is_pair:
+        return _pair_drafts(wholes, marked, len(prompt), tools)
+    untrained = marked["completion"].union(range(len(prompt)))
+    conversation = conversation_of(wholes["completion"], tools, untrained=untrained)
+    return [Draft(conversations=[conversation], rewards=_rewards(document))]
 
 
 def _marked(found: list[Any], whole: list[Json]) -> frozenset[int]:
     """Return the places in a conversation of the messages that a file marks as not trained; it ends with the file's."""
     return frozenset(place + len(whole) - len(found) for place in untrained_of(found))
-
-
-def _with_prompt(document: Json, column: str) -> tuple[list[Json], int, frozenset[int]]:
-    """Return a row's messages up to the output in a column, how many are its prompt (0: none), and the marked ones."""
-    output, prompt = document[column], document.get("prompt")
-    given = _as_messages(output, "assistant")
-    messages, start = chat_messages(given), 0
-    if prompt is None and isinstance(output, str):
-        raise BadLine(f"its {column} is a text, and there is no prompt that it answers")
-    if prompt is not None:
-        asked = chat_messages(_as_messages(prompt, "user"))
-        begun = _begun(messages, asked)
-        if begun is None and messages[0]["role"] != "assistant" and asked[-1]["role"] == "user":
-            raise BadLine(f"its prompt is not part of its {column}, which has a prompt of its own")
-        messages, start = ([*asked, *messages], len(asked)) if begun is None else (messages, begun)
-    whole = _joined(_before(document), messages)
-    return whole, start + len(whole) - len(messages) if start else 0, _marked(given, whole)
-
-
-def _begun(messages: list[Json], asked: list[Json]) -> int | None:
-    """Return after how many messages a prompt ends that a conversation repeats; None where it does not repeat it.
-
-    A data set may give the question as text beside a conversation that begins with a system prompt.
-    """
-    if len(messages) > len(asked) and messages[: len(asked)] == asked:
-        return len(asked)
-    first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    return first + 1 if len(asked) == 1 and messages[first : first + 1] == asked else None
-
-
-def _before(document: Json) -> list[Json]:
-    """Return the messages of the columns that precede a conversation: a system prompt, and earlier exchanges."""
-    given = {column: document[column] for column in SYSTEM_COLUMNS if document.get(column)}
-    systems = list(given.values())
-    history = document.get("history") or []
-    is_paired = isinstance(history, list) and all(isinstance(one, list) and len(one) == 2 for one in history)
-    if any(one != systems[0] for one in systems) or not is_paired:
-        raise BadLine(f"its {', '.join(given) if is_paired else 'history'} cannot be put before the conversation")
-    exchanges = [message for asked, answered in history for message in (("user", asked), ("assistant", answered))]
-    return [
-        chat_message({"role": role, "content": text})
-        for role, text in [*(("system", one) for one in systems[:1]), *exchanges]
-    ]
-
-
-def _joined(before: list[Json], messages: list[Json]) -> list[Json]:
-    if before and messages[0]["role"] in ("system", "developer"):
-        if messages[0] != before[0]:
-            raise BadLine(
-                "its conversation begins with a system prompt, and a column would put something else before it"
-            )
-        messages = messages[1:]
-    return [*before, *messages]
 
 
 def _as_messages(value: Any, role: str) -> Any:
