@@ -41,7 +41,9 @@ class Worker:
         self.may_read = asyncio.Event()
         self.may_read.set()
         self.affinity = SessionAffinity(directory, index, num_workers, count=self._count)
-        protocol: Any = functools.partial(LimitedHttp, ProxySettings(), lambda _: None, self.affinity.hand_over)
+        protocol: Any = functools.partial(
+            LimitedHttp, ProxySettings(), lambda _: None, lambda _: None, self.affinity.hand_over
+        )
         self._config = uvicorn.Config(
             self._answer, http=protocol, interface="asgi3", ws="none", log_config=None, timeout_keep_alive=600
         )

@@ -61,7 +61,7 @@ async def test_one_rubbish_answer_of_a_judge_fails_its_session_and_the_others_go
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = self.rfile.read(int(self.headers["content-length"]))
-            body = (rubbish if b"user: bad" in asked else answered).encode("latin-1")
+            body = (rubbish if rb"user\nbad" in asked else answered).encode("latin-1")
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
