@@ -252,7 +252,7 @@ def test_a_directory_that_cannot_be_served_is_refused_before_any_engine_loads_it
     cut_off.write_bytes(cut_off.read_bytes()[:-3])
     wrong = [
         ({"path": str(tmp_path / "nowhere")}, "not a directory"),
-        ({"path": str(cut_off.parent)}, "truncated"),
+        ({"path": str(cut_off.parent)}, "not a whole safetensors file"),
         ({"path": str(write_weights(tmp_path / "weights")), "kind": "lora"}, "adapter_config.json cannot be read"),
     ]
     for body, word in wrong:
