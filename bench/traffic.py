@@ -35,7 +35,6 @@ from trainer.algorithms.algorithm import select
 from trainer.algorithms.loading import load
 from trainer.batch.advantages import moved_on
 from trainer.batch.selection import SelectionRule
-from trainer.claims import claims as trainer_source
 from trainer.claims.claims import Claims
 from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
@@ -222,7 +221,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sessions-per-day", type=int, default=150)
     options = parser.parse_args()
-    trainer_source.SENTINEL_SECONDS, started = 0.2, time.monotonic()
+    sentinels.WATCH_SECONDS, started = 0.2, time.monotonic()
     random.seed(options.seed)
     with tempfile.TemporaryDirectory(prefix="turnwise-traffic-") as name, contextlib.ExitStack() as stack:
         directory, port = Path(name), free_port()
