@@ -7,6 +7,7 @@ import pytest
 from support.algorithms import assigned
 from support.ledger_samples import add_finished, add_session, update_record
 
+from trainer.batch.chain import chain_of
 from turnwise.chains import experience_json
 from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
@@ -173,7 +174,7 @@ def test_the_expected_advantage_is_that_of_grpo_and_a_turn_shows_its_own_reward(
         trained = list(experiences.experiences(connection, SessionFilter(group_id="g"), PER_CHAIN))
         lines = [experience_json(one) for one in with_advantages(connection, SessionFilter(session_id="b"))]
         (waiting,) = with_advantages(connection, SessionFilter(session_id="open"), PER_CHAIN)
-    expected = [turns.tolist() for turns in assigned(trained, "grpo")]
+    expected = [turns.tolist() for turns in assigned([chain_of(each) for each in trained], "grpo")]
     assert [experience_json(one)["advantage"] for one in shown] == expected
     assert [line["advantage"] for line in lines] == [[value] for value in expected[1]]
     own = [2.0, 1.0] if credit is Credit.STEP_WISE else [3.0, 3.0]
