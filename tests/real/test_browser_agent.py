@@ -19,7 +19,8 @@ from support.engines import running_engine
 from support.forced_browser import SOLVED, TYPED
 from support.servers import serving
 
-from trainer.features import Settings
+from trainer.features import FEATURES, Settings
+from trainer.features.images import Vision
 from trainer.model.model import Policy
 from turnwise.features import images
 from turnwise.features.images import PlacedImage, placed_images
@@ -92,11 +93,12 @@ def test_browser_use_plays_ten_tasks_by_screenshots_and_each_turn_is_exact(site,
     assert site.solved == {str(number) for number in range(NUM_TASKS)}
     assert set(site.typed) == {TYPED}
     assert {view.turn.outcome for view in views} == {Outcome.EXACT}
-    policy = Policy(Settings(model=str(model), device="cpu"))
+    policy = Policy(Settings(model=str(model), device="cpu"), FEATURES.terms)
     policy.load(0)
+    (vision,) = (around for around in policy.around if isinstance(around, Vision))
     with Database(proxy.database_url).read() as conn:
         for view in views:  # each shows one screenshot, of which the trainer makes the pixels that the engine saw
             (placed,) = (PlacedImage.of_json(image) for image in placed_images(view.turn))
             (file,) = images.read_media(conn, "default", [placed.digest]).values()
-            policy.vision._pixels(dataclasses.replace(placed, content=file.content))
+            vision._pixels(dataclasses.replace(placed, content=file.content))
     print(f"{len(views)} turns, reasons {Counter(view.turn.reason for view in views)}, {views[0].turn.sampling}")

@@ -248,7 +248,7 @@ def nowhere(model_dir: Path, place: Path) -> None:
     del model_dir, place
 
 
-BAD = {cut_off: "is truncated", other_probe: "from the checkpoint's own probe"}
+BAD = {cut_off: "is not a whole safetensors file", other_probe: "from the checkpoint's own probe"}
 """Defects of a version, and the words of their errors; tests/unit/proxy/test_checkpoint.py has the others."""
 
 

@@ -27,10 +27,12 @@ from support.seeing_agents import FORMATS, Reference, SeeingAgent
 from support.served_vision import make_served_model, picture, shown
 
 from trainer.batch.batch import build, pack
-from trainer.features import Settings
+from trainer.batch.chain import chain_of
+from trainer.features import FEATURES, Settings
+from trainer.features.images import Vision
 from trainer.model.model import Policy
 from turnwise import chains
-from turnwise.features.images import IMAGES, PlacedImage, pack_images, placed_images
+from turnwise.features.images import IMAGES, PlacedImage, pack_images, placed_images, read_media
 from turnwise.store import rows, schema
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN, PER_TURN, experiences
@@ -128,9 +130,10 @@ def test_a_placeholder_that_the_processor_would_not_put_there_starts_a_chain_bef
 
 def gradient(policy: Policy, trained: Sequence[chains.Experience], row_tokens: int | None) -> torch.Tensor:
     """Return the gradient of the sum of all trained tokens' logprobs, each weighed by its captured one."""
-    batch = build(trained, [np.ones(len(each.turn_ids)) for each in trained], policy_version=0)
+    batch = build(list(map(chain_of, trained)), [np.ones(len(each.turn_ids)) for each in trained], policy_version=0)
     policy.model.zero_grad()
-    for row in pack(batch, range(len(trained)), row_tokens):
+    for packed in pack(batch, range(len(trained)), row_tokens):
+        row = policy.with_parts(batch, packed)
         targets = torch.from_numpy(batch.table.target[row.token])
         logprobs, _ = policy.logprobs(policy.inputs(row, torch.ones(len(targets)), targets))
         (logprobs * torch.from_numpy(batch.table.behaviour[row.token])).sum().backward()
@@ -138,7 +141,7 @@ def gradient(policy: Policy, trained: Sequence[chains.Experience], row_tokens: i
 
 
 def loaded(model_dir: Any) -> Policy:
-    policy = Policy(Settings(model=str(model_dir), device="cpu", vision="all"))
+    policy = Policy(Settings(model=str(model_dir), device="cpu", vision="all"), FEATURES.terms)
     policy.load(0)
     return policy
 
@@ -170,7 +173,7 @@ def test_sessions_with_images_stay_on_their_chains_and_are_what_transformers_com
             found.update((turn.outcome, turn.reason) for turn in turns)
             images = {image["digest"] for turn in turns for image in placed_images(turn)}
             digests |= images
-            files = {digest: file.content for digest, file in images.read_media(conn, "default", images).items()}
+            files = {digest: file.content for digest, file in read_media(conn, "default", images).items()}
             for chain in chains.merge_session(turns):
                 gap = reference.gap(chain, files)
                 num_skipped += gap is None
@@ -236,12 +239,13 @@ def kinds_of_files() -> dict[str, bytes]:
 
 def test_the_trainer_makes_the_engines_pixels_of_each_kind_of_file(seeing, seeing_engine):
     files, policy = kinds_of_files(), loaded(seeing_engine.model_dir)
+    (vision,) = (around for around in policy.around if isinstance(around, Vision))
     for content in files.values():
         ask(seeing, [{"role": "user", "content": [shown(content)]}], max_tokens=1).raise_for_status()
     for (kind, content), view in zip(files.items(), seeing.turns(), strict=True):
         (placed,) = placed_images(view.turn)
         assert (view.turn.outcome, placed["pixels"] != "") == (Outcome.EXACT, True), kind
-        policy.vision._pixels(dataclasses.replace(PlacedImage.of_json(placed), content=content))
+        vision._pixels(dataclasses.replace(PlacedImage.of_json(placed), content=content))
 
 
 def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing):

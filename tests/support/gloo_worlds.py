@@ -76,7 +76,7 @@ def steps(
     policy = Policy(Settings(**{"device": "cpu", **spec}))
     policy.compiled = is_compiled
     made = Settings(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
-    reference = Policy(policy.spec) if made.algorithm.needs_reference else None
+    reference = Policy(policy.settings) if made.algorithm.needs_reference else None
     agent = PolicyAgent(policy, made, reference)
     if is_sharded:
         agent.shard("data")

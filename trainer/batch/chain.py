@@ -2,7 +2,7 @@
 
 The stored form keeps these facts as JSON for readers of exports. Behaviour logprobs are those of the distribution that
 was sampled from. By itself the trainer computes that distribution for a temperature alone; the terms of features
-compute more of them (`trainer.batch.terms`). Legend: L tokens and K turns of a chain.
+compute more of them (`trainer.model.terms`). Legend: L tokens and K turns of a chain.
 """
 
 from __future__ import annotations
