@@ -17,7 +17,7 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, CallKey, call_key, call_part
-from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.chat import UNREAD_CALL, ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
 from turnwise.types import Json
@@ -44,7 +44,7 @@ class Block:
         """Return the block as a format of objects shows it: a call that no client could read is text."""
         if self.kind != "tool" or (self.name and (not self.text.strip() or is_object(self.text))):
             return self
-        return dataclasses.replace(self, kind="text", text=f"{self.name}({self.text})")
+        return dataclasses.replace(self, kind="text", text=f"{UNREAD_CALL}{self.name}({self.text})")
 
 
 def is_object(text: str) -> bool:

@@ -28,6 +28,9 @@ from turnwise.types import Json, Turn
 
 MAX_CHOICES = 128
 """Largest `n` of one call."""
+UNREAD_CALL = "This tool call could not be read: "
+"""What the text of a call begins with that no client of a format of objects could read. Digests of conversations leave
+such a text out, as they leave out the call."""
 BILLING = "x-anthropic-billing-header:"
 _BILLING_LINE = re.compile(rf"^[ \t]*{BILLING}.*\n?", re.MULTILINE)
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}

@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from proxy.auth import Principal
 from proxy.dialects.base import SYSTEM_ROLES, Call, template_arguments
-from proxy.dialects.chat import is_readable, with_readable_arguments
+from proxy.dialects.chat import UNREAD_CALL, is_readable, with_readable_arguments
 from turnwise.json_text import dumps, json_object, loads, unify_numbers
 from turnwise.tokenizer import text_of_part
 from turnwise.types import Json
@@ -226,7 +226,8 @@ def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
     if calls:
         canonical["t"] = [_canonical_call(call, fields) for call in calls] if isinstance(calls, list) else calls
     if message.get("role") == "assistant" and isinstance(content, str):
-        canonical["c"] = "" if CALL_TEXT in fields and calls and _have_ids(calls) else content.strip()
+        said = content.partition(UNREAD_CALL)[0].strip()
+        canonical["c"] = "" if CALL_TEXT in fields and calls and _have_ids(calls) else said
     if NAME in fields and message.get("name"):
         canonical["n"] = message["name"]
     if CALL_IDS in fields and message.get("tool_call_id"):

@@ -145,7 +145,7 @@ def test_a_call_that_ended_by_itself_and_that_nobody_reads_is_shown_as_text(argu
         whole = read_whole(claude, body, {"content": None, "tool_calls": made}, "tool_calls")
         blocks, last = whole["content"], {"delta": whole}
         (end,) = read_whole(google, asked, {"content": None, "tool_calls": made}, "tool_calls")["candidates"]
-    text = f"look({arguments})"
+    text = f"This tool call could not be read: look({arguments})"
     assert (blocks, last["delta"]["stop_reason"]) == ([{"type": "text", "text": text}], "end_turn")
     assert (end["content"]["parts"], end["finishReason"]) == ([{"text": text}], "MALFORMED_FUNCTION_CALL")
     items, _ = read_reply(openai, given, "tool_calls", *calls, stream=stream)
