@@ -70,7 +70,7 @@ def test_a_trainer_that_is_started_twice_ends_with_a_sentence_and_leaves_the_fir
     with pytest.raises(SettingsError, match="another trainer uses policies_dir"):
         second.setup(0)
     second.close()
-    _, state = first._train(state, claimed)
+    _, state = first._train(state, *first.updates.refilled(claimed, state, first.patience))
     assert state.progress.policy_version == 1
     first.close()
 

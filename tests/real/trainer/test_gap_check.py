@@ -15,9 +15,10 @@ from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
 from torch.nn import functional
 
-from trainer.batch.batch import build, pack
+from trainer.batch.batch import build
 from trainer.checks import gap as gap_check
-from trainer.features import Settings
+from trainer.features import FEATURES, Settings
+from trainer.features.experts import Experts
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from turnwise.errors import EngineDisagrees
@@ -170,7 +171,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(directory: Path, **spec: object) -> Policy:
-    policy = Policy(Settings(model=str(directory), device="cpu", **spec))
+    policy = Policy(Settings(model=str(directory), device="cpu", **spec), FEATURES.terms)
     policy.load(0)
     return policy
 
@@ -195,7 +196,7 @@ def batch_of(found: list):
 
 def forced_logprobs(policy: Policy, one) -> torch.Tensor:
     """Return the logprobs of one session alone, with each router's choice replaced by hand."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy.spec.model, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy.settings.model, dtype=torch.float32)
     for layer, block in enumerate(model.model.layers):
         router = block.mlp.gate
         forced = torch.from_numpy(one.parts[ROUTING][:-1, layer].astype(np.int64))
@@ -219,7 +220,7 @@ def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by
     agent = PolicyAgent(policy, Settings(row_tokens=128))
     logprobs = torch.from_numpy(agent.logprobs_of(batch, range(len(found))))
     own = torch.from_numpy(
-        PolicyAgent(loaded(directory, router_replay=False), agent.rule).logprobs_of(batch, range(len(found)))
+        PolicyAgent(loaded(directory, router_replay=False), agent.settings).logprobs_of(batch, range(len(found)))
     )
     for index, one in enumerate(found):
         rows = torch.from_numpy(batch.tokens_of[index])
@@ -245,10 +246,8 @@ def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activa
 def test_sessions_without_routing_take_the_experts_of_the_trainer(directory):
     found = sessions()
     batch = batch_of(found)
-    assert all(row.routing is None for row in pack(batch, range(len(found)), 128))
     rule = Settings(row_tokens=128)
-    with_replay, without = (
-        PolicyAgent(loaded(directory, router_replay=replay), rule).logprobs_of(batch, range(len(found)))
-        for replay in (True, False)
-    )
+    replaying, own = (PolicyAgent(loaded(directory, router_replay=replay), rule) for replay in (True, False))
+    assert all(Experts.name not in row.parts for row in replaying.rows(batch, range(len(found))))
+    with_replay, without = (agent.logprobs_of(batch, range(len(found))) for agent in (replaying, own))
     assert np.array_equal(with_replay, without)

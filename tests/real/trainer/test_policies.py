@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM
 from trainer import policies as trained_policies
 from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
+from turnwise.features.page import updates as page_updates
 from turnwise.store import policies, serving, sessions, versions
 from turnwise.store.notices import TrainerState, trainer_statuses
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
-from turnwise.store.updates import list_update_views, list_updates
+from turnwise.store.updates import list_updates
 from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
 from turnwise.version_directory import read_manifest
 
@@ -117,7 +118,9 @@ def test_two_policies_of_the_same_sessions_get_the_weights_of_two_that_share_non
         alone.close()
     assert not are_equal(adapter(ledger, 3), adapter(ledger, 4))
     with ledger.read() as conn:
-        of_updates = {each.update.update_id: each.sessions for each in list_update_views(conn, "default")[0]}
+        of_updates = {
+            each.update.update_id: each.sessions for each in page_updates.list_update_views(conn, "default")[0]
+        }
     trained = {turn for each in of_updates.values() for one in each for turn in one.advantages}
     assert len(trained) == sum(len(one.advantages) for each in of_updates.values() for one in each) == 42
     assert {turn[-1] for one in (*of_updates[1], *of_updates[3]) for turn in one.advantages} == {"0"}

@@ -9,6 +9,7 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.batch.batch import Batch, build
+from trainer.batch.chain import chain_of
 from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
@@ -31,7 +32,7 @@ def batch(tmp_path_factory, model) -> Batch:
     db = new_database(tmp_path_factory.mktemp("ledger") / "ledger.db")
     Rollouts(db, load_model(model), num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN))
+        found = list(map(chain_of, experiences.experiences(conn, SessionFilter(), experiences.PER_CHAIN)))
     db.close()
     return build(found, [np.linspace(-1.0, 2.0, len(e.turn_ids)) for e in found], policy_version=0)
 
