@@ -14,11 +14,11 @@ from rollouts import SIZES, advantages, play, read, write_model
 from training import operations_of, peak_operations
 
 from trainer.batch.batch import build
+from trainer.batch.chain import Chain
 from trainer.features import Settings
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
-from turnwise.chains import Experience
 from turnwise.store.database import Database
 
 NUM_TURNS = 10
@@ -26,7 +26,7 @@ WARM_UP_STEPS, STEPS = 2, 3
 
 
 @contextlib.contextmanager
-def made(size_name: str, *, num_sessions: int) -> Iterator[tuple[str, list[Experience]]]:
+def made(size_name: str, *, num_sessions: int) -> Iterator[tuple[str, list[Chain]]]:
     """Write a model with random weights, and play sessions; yield the model's directory, and the chains."""
     size = SIZES[size_name]
     with tempfile.TemporaryDirectory() as scratch:
@@ -53,9 +53,9 @@ def gradient_differences() -> dict[str, float]:
             settings |= {"model": model, "max_logprob_gap": float("inf")}
             policy = Policy(Settings(**settings))
             policy.load(0)
-            agent = PolicyAgent(policy, policy.spec)
+            agent = PolicyAgent(policy, policy.settings)
             batch = build(chains, advantages(chains), policy_version=0)
-            agent.gradient(make_optimizer(policy.parameters(), policy.spec), batch, range(len(batch.experiences)))
+            agent.gradient(make_optimizer(policy.parameters(), policy.settings), batch, range(len(batch.experiences)))
             if not policy.shares_rows:
                 raise RuntimeError(f"{attention} in {dtype}: {policy.why_alone}")
             parts = [each.grad.float().cpu().flatten() for each in policy.parameters() if each.grad is not None]

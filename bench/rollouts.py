@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer.batch.advantages import by_bucket, compared
-from turnwise.chains import Experience
+from trainer.batch.chain import Chain, chain_of
 from turnwise.credit import normalised
 from turnwise.store import experiences, rewards, sessions
 from turnwise.store.database import Database
@@ -107,14 +107,14 @@ def play(database: Database, size: Size, num_sessions: int, num_turns: int, poli
             sessions.end_session(connection, session.tenant, session.session_id)
 
 
-def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) -> Sequence[Experience]:
-    """Return the experiences of the sessions of one length, one per chain or one per turn."""
+def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) -> list[Chain]:
+    """Return the chains of the sessions of one length, one per chain or one per turn."""
     wanted = SessionFilter(task_id=f"{num_turns}")
     with database.read() as connection:
-        return list(experiences.experiences(connection, wanted, experiences.Shape(merge=merge)))
+        return list(map(chain_of, experiences.experiences(connection, wanted, experiences.Shape(merge=merge))))
 
 
-def advantages(found: Sequence[Experience]) -> list[np.ndarray]:
+def advantages(found: Sequence[Chain]) -> list[np.ndarray]:
     """Return GRPO's advantages of the turns of each experience. [K] each."""
     those = compared(found)
     return those.of_turns(by_bucket(those.values, those.buckets, normalised))
