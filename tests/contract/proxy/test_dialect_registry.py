@@ -11,8 +11,8 @@ from support.in_process import in_process_proxy
 from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
+from proxy.features.upstream.routes import UpstreamEndpoint
 from proxy.routes.calls import SampleEndpoint
-from proxy.routes.data_plane import Upstream
 from proxy.sessions.place import Sessions
 
 
@@ -68,7 +68,7 @@ def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(Sessions, "continued_length", fail)
-    monkeypatch.setattr(Upstream, "serve", fail)
+    monkeypatch.setattr(UpstreamEndpoint, "serve", fail)
     monkeypatch.setattr(SampleEndpoint, "serve", fail)
     body = {"messages": [{"role": "user", "content": "Hello."}], "model": "fake", "max_tokens": 1}
     for number, path in enumerate(("/v1/messages/count_tokens", "/v1/messages", "/v1/embeddings"), start=1):

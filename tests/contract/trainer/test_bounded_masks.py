@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 import transformers
 from support.tiny_models import config_of
-from trainer.batch.grammars import ends_in_time
-from trainer.batch.sampling import Vocabulary, processors
 
-from trainer.batch import grammars
+from trainer.features.supports import grammars
+from trainer.features.supports.grammars import ends_in_time
+from trainer.features.supports.turns import Vocabulary, processors
 
 LETTERS = ["<end>", *"abcdefgh"]
 END, A, B = 0, 1, 2

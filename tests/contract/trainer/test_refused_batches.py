@@ -15,8 +15,9 @@ from trainer.claims.claims import Claims
 from trainer.model.memory import OUT_OF_MEMORY
 from trainer.update import check_fitting
 from turnwise.errors import SettingsError
+from turnwise.features import consent
 from turnwise.features.experts import EXPERTS as ROUTING
-from turnwise.store import consent, rewards, schema, sessions, turns
+from turnwise.store import rewards, schema, sessions, turns
 from turnwise.types import Reward, Session, Split
 
 
