@@ -131,6 +131,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._log_head = log_head
         self._is_handed = False
         """Whether the app has the request."""
+        self.url = b""  # of a connection without any request, which is closed after a while
         self._hand_over = hand_over
         self._first_data = first_data
         self._timer: asyncio.TimerHandle | None = None
