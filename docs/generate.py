@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from pydantic import SecretStr
 
 from proxy import features
-from proxy.metrics import Metrics
+from proxy.metrics import STORED, Metrics
 from trainer.algorithms.grpo import PolicyGradient
 from trainer.algorithms.loading import provided
 from turnwise.commands.cli import main as command
@@ -112,7 +112,10 @@ def rows(settings: type[Settings]) -> list[str]:
 
 def metrics() -> list[str]:
     """Return one line a metric, as Prometheus names it."""
-    lines = []
+    lines = [
+        f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {text} |"
+        for name, (text, *labels) in STORED.items()
+    ]
     made = Metrics()
     added = [made.counter(*each) for step in features.STEPS for each in step.counters.values()]
     for metric in (*vars(made).values(), *added):
