@@ -76,7 +76,7 @@ def api() -> str:
         rows = _fields(schemas[name], schemas, with_required=False)
         parts.append("\n".join([f"## {title}, field by field", "", *rows]) + "\n")
     fields = field_docs(Experience)
-    del fields["parts"]
+    del fields["parts"], fields["turn_shares"]
     of_parts = {name: text for part in PARTS for name, text in part.joined_fields.items()}
     lines = [f"| `{_experience_name(name)}` | {text} |" for name, text in (fields | of_parts).items()]
     eid = ", ".join(f"`{name}`" for name in EID.__dataclass_fields__)

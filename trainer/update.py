@@ -206,15 +206,17 @@ class Updates:
             proximal = self._fitting(batch, sampled, selection, lambda fit: self._learner.logprobs_of(batch, fit))
         gradient = functools.partial(self._learner.gradient, state.optimizer, batch, proximal=proximal)
         total, norms = Gauges(), list[float]()
+        num_planned = self.settings.reuse_epochs * num_minibatches
         for epoch in range(self.settings.reuse_epochs):
-            for members in minibatches(batch, num_minibatches, rng):
+            for place, members in enumerate(minibatches(batch, num_minibatches, rng), epoch * num_minibatches):
                 taken = self._fitting(batch, members, selection, gradient)
                 if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], selection, norms):
                     taken = self._fitting(batch, members, selection, gradient)
                 if taken is None:
                     continue
+                counts = state.progress
+                state.schedule.set(counts.num_optimizer_steps + len(norms), counts.num_batches + place / num_planned)
                 norms.append(self._learner.step(state.optimizer))
-                state.scheduler.step()
                 total.add(taken[0])
                 number = state.progress.num_optimizer_steps + len(norms)
                 if not np.isfinite(norms[-1]):

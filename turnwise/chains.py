@@ -235,6 +235,8 @@ class Experience:
     """The part of `turn_rewards` that was posted for the turn itself; the rest belongs to its step or session. [K]"""
     turn_returns: npt.NDArray[np.float64]
     """Return of each turn: `turn_rewards` after bonus and discount. [K]"""
+    turn_shares: npt.NDArray[np.float64]
+    """What 1 more for the session adds to the reward, and to the return, of each turn. [2, K]"""
     turn_advantages: npt.NDArray[np.float64] | None = None
     """Advantage of each turn in the last update that trained all of them, or the expected one; None if neither is
     known. [K]"""

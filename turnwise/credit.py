@@ -37,6 +37,8 @@ class SessionCredit:
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
     own_rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Sum of the lines for each single turn, by turn id; 0 or left out for turns without such lines."""
+    shares: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """What 1 more for the session adds to the reward and to the return of each turn, by turn id."""
 
 
 def latest_lines(lines: Iterable[Reward]) -> list[Reward]:
@@ -90,14 +92,20 @@ def assign_credit(
     by_name = _by_name(in_force, credit)
     if credit is Credit.PROPAGATE:
         rewards = {turn.turn_id: reward for turn in turns}
-        return SessionCredit(reward, rewards, dict(rewards), by_name)
+        shares = dict.fromkeys(rewards, (1.0, 1.0))
+        return SessionCredit(reward, rewards, dict(rewards), by_name, shares=shares)
     of_turn, of_step, step_total = _step_rewards(turns, in_force)
     steps = sorted(step_total)
-    shaped = dict(zip(steps, shape_returns([step_total[s] for s in steps], gamma, reward_bonus_coeff), strict=True))
+    last = _last_step(turns)
+    shaped, shared = (
+        dict(zip(steps, shape_returns(raw, gamma, reward_bonus_coeff), strict=True))
+        for raw in ([step_total[step] for step in steps], [float(step == last) for step in steps])
+    )
     rewards = {turn.turn_id: of_turn[turn.turn_id] + of_step[_step(turn)] for turn in turns}
     # A turn with a reward of its own differs from its step's return by as much as from its step's reward.
     returns = {turn.turn_id: shaped[_step(turn)] + (rewards[turn.turn_id] - step_total[_step(turn)]) for turn in turns}
-    return SessionCredit(reward, rewards, returns, by_name, dict(of_turn))
+    shares = {turn.turn_id: (float(_step(turn) == last), shared[_step(turn)]) for turn in turns}
+    return SessionCredit(reward, rewards, returns, by_name, dict(of_turn), shares)
 
 
 def _step_rewards(
@@ -105,18 +113,22 @@ def _step_rewards(
 ) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
     of_turn: dict[str, float] = defaultdict(float)
     of_step: dict[int, float] = defaultdict(float)
-    trained_steps = [_step(turn) for turn in turns if is_trainable(turn)]
-    # The session's reward must not go to a last step that cannot be trained, such as an aborted call.
-    last_step = max(trained_steps or [_step(turn) for turn in turns], default=0)
+    last = _last_step(turns)
     for line in in_force:
         if line.turn_id is not None:
             of_turn[line.turn_id] += line.value
         else:
-            of_step[last_step if line.step is None else line.step] += line.value
+            of_step[last if line.step is None else line.step] += line.value
     step_total = {_step(turn): of_step[_step(turn)] for turn in turns}
     for turn in turns:
         step_total[_step(turn)] += of_turn[turn.turn_id]
     return of_turn, of_step, step_total
+
+
+def _last_step(turns: Sequence[Turn]) -> int:
+    """Return the step of the session's reward: the last one that can be trained, unlike that of an aborted call."""
+    trained_steps = [_step(turn) for turn in turns if is_trainable(turn)]
+    return max(trained_steps or [_step(turn) for turn in turns], default=0)
 
 
 def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:

@@ -59,7 +59,7 @@ def poison_run(run: Run, poison: str) -> Json:
     if poison == FLIPPED:
         run.workflow.agent.algorithm.reward = flipped  # type: ignore[method-assign]
     else:
-        run.state.scheduler.base_lrs = [100 * rate for rate in run.state.scheduler.base_lrs]
+        run.state.schedule.base_rates = [100 * rate for rate in run.state.schedule.base_rates]
     num_served = num_sessions = 0
     seconds, refused = 0.0, None
     while refused is None and num_served < MAX_BAD_UPDATES:

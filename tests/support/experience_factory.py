@@ -44,6 +44,7 @@ def experience(
         turn_rewards=np.zeros(turns),
         turn_own_rewards=np.zeros(turns),
         turn_returns=np.array([reward] * turns if turn_returns is None else turn_returns, np.float64),
+        turn_shares=np.ones((2, turns)),
         reward=reward,
         policy_version_first=version,
         policy_version_last=version,

@@ -143,6 +143,7 @@ class Chains:
             turn_rewards=np.zeros(num_turns),
             turn_own_rewards=np.zeros(num_turns),
             turn_returns=np.zeros(num_turns),
+            turn_shares=np.ones((2, num_turns)),
             reward=0.0,
             policy_version_first=0,
             policy_version_last=0,

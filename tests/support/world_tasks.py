@@ -20,7 +20,8 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
-from trainer.versions.state import State, make_scheduler
+from trainer.versions.schedule import Schedule
+from trainer.versions.state import State
 from trainer.workflows import OnPolicyWorkflow
 
 FAILING_RANK = 1
@@ -41,8 +42,8 @@ def resume_and_train(
         agent.shard("data")
     agent.load(0, with_weights=start == 0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
-    scheduler = make_scheduler(optimizer, Settings())
-    state = State(progress=RunProgress(seed=0), policy=policy, optimizer=optimizer, scheduler=scheduler)
+    schedule = Schedule(optimizer, Settings())
+    state = State(progress=RunProgress(seed=0), policy=policy, optimizer=optimizer, schedule=schedule)
     checkpoints = Checkpoints(directory, keep=9)
     if start:
         group = agent.world.control_group
@@ -85,7 +86,7 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
         progress=RunProgress(seed=0),
         policy=policy,
         optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, Settings()),
+        schedule=Schedule(optimizer, Settings()),
     )
     checkpoints = Checkpoints(directory, keep=9)
     group = agent.world.control_group

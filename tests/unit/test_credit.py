@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ledger_samples import make_turn
 
-from turnwise.credit import assign_credit, latest_lines, session_reward, shape_returns
+from turnwise.credit import SessionCredit, assign_credit, latest_lines, session_reward, shape_returns
 from turnwise.types import Credit, Outcome, Reward, Turn
 
 
@@ -94,6 +94,25 @@ def test_with_step_wise_credit_the_sessions_line_applies_to_its_last_trainable_s
     credit = assign_credit(turns, [line(8)], Credit.STEP_WISE)
     assert credit.turn_rewards == {"t1": 0, "t2": 8, "t3": 8, "t4": 0}
     assert credit.reward == 8
+
+
+@pytest.mark.parametrize("credit", Credit)
+@pytest.mark.parametrize(("gamma", "bonus"), [(0.0, 0.0), (0.5, 0.0), (0.9, 0.3)])
+def test_a_turns_shares_are_what_one_more_line_of_the_session_adds(credit, gamma, bonus):
+    """With and without an aborted last call, two turns of a step, and a reward of a turn's own."""
+    turns = [*steps(0, 0, 1, 3), make_turn("t5", step=4, seq=4, outcome=Outcome.ABORTED)]
+    lines = [line(1, step=0), line(4, turn="t2"), line(2)]
+
+    def given(*more: Reward) -> SessionCredit:
+        return assign_credit(turns, [*lines, *more], credit, gamma=gamma, reward_bonus_coeff=bonus)
+
+    before, after = given(), given(line(1, "other"))
+    for turn in turns:
+        rewards, returns = (
+            found(after)[turn.turn_id] - found(before)[turn.turn_id]
+            for found in (lambda one: one.turn_rewards, lambda one: one.turn_returns)
+        )
+        assert before.shares[turn.turn_id] == pytest.approx((rewards, returns))
 
 
 def test_with_step_wise_credit_the_return_without_discount_and_bonus_is_the_reward():

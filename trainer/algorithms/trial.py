@@ -138,6 +138,7 @@ def _experience(group: str, run: int, reward: float) -> Chain:
         turn_rewards=np.array([0.0, reward]),
         turn_own_rewards=np.zeros(2),
         turn_returns=np.array([reward, reward]),
+        turn_shares=np.ones((2, 2)),
         reward=reward,
         policy_version_first=0,
         policy_version_last=0,

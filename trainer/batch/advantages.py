@@ -52,7 +52,8 @@ class RewardRule(Settings):
     """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """A session with this many sampled tokens or more has a reward that is less by 1. The penalty rises linearly from 0
-    at half of them. None turns it off."""
+    at half of them. With step-wise credit its last step gets the penalty, and the steps before by γ. None turns it
+    off."""
     overlong_mask: bool = False
     """Do not train sessions with a turn that ended at the token limit; they still count in their group's baseline."""
 
@@ -98,11 +99,9 @@ def _weighed(experience: Chain, rule: RewardRule) -> float:
 
 
 def _with_reward(experience: Chain, reward: float, penalty: float) -> Chain:
-    """Return the experience under another session reward; step by step, the penalty falls on its last turn."""
+    """Return the experience under another session reward; step by step, the penalty is one more line of the session."""
     if experience.is_by_step:
-        returns, rewards = experience.turn_returns.copy(), experience.turn_rewards.copy()
-        returns[-1] -= penalty
-        rewards[-1] -= penalty
+        rewards, returns = (experience.turn_rewards, experience.turn_returns) - penalty * experience.turn_shares
         return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=rewards)
     returns = np.full(len(experience.turn_ids), reward - penalty)
     return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=returns)

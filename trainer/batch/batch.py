@@ -38,7 +38,8 @@ class TokenTable:
     """Captured logprob. [M]"""
     advantages: Reals
     temperature: Reals
-    """At which it was sampled: behaviour logprobs are those of the scaled distribution. [M]"""
+    """At which it was sampled: behaviour logprobs are those of the scaled distribution. 1 where no ratio is formed: the
+    model's own distribution is trained. [M]"""
     on_policy: npt.NDArray[np.bool_]
     """True where the version that is trained now sampled it: there, engine and trainer should agree. [M]"""
     values: Reals | None = None
@@ -130,7 +131,8 @@ def build(
     sessions: dict[tuple[int, SessionKey], int] = {}
     members = [(0 if pairs is None else pairs[n], each.session_key) for n, each in enumerate(experiences)]
     num_sampled = len(experiences) - num_imported
-    places = [_trained(each, needs_behaviour=needs_behaviour and n < num_sampled) for n, each in enumerate(experiences)]
+    has_ratio = [needs_behaviour and n < num_sampled for n in range(len(experiences))]
+    places = [_trained(each, needs_behaviour=ratio) for each, ratio in zip(experiences, has_ratio, strict=True)]
     counts = [len(place) for place in places]
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     columns = [(e, p, a) for e, p, a in zip(experiences, places, advantages, strict=True)]
@@ -141,7 +143,9 @@ def build(
         target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
         behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),
         advantages=_joined([_of_tokens(e, p, a) for e, p, a in columns], np.float32),
-        temperature=_joined([e.temperatures[e.turn_index[p]] for e, p, _ in columns], np.float32),
+        temperature=_joined(
+            [_scale(e, p, has_ratio=ratio) for ratio, (e, p, _) in zip(has_ratio, columns, strict=True)], np.float32
+        ),
         on_policy=np.repeat([_sampled_by(e, policy_version) for e in experiences], counts).astype(np.bool_),
     )
     return Batch(
@@ -162,7 +166,9 @@ def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
     for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
         defined = np.array([reason is None for reason in why_untrainable(experience)])
         places = batch.table.place[tokens]
-        found[tokens] = defined[experience.turn_index[places]] & experience.is_known[places]
+        turns = experience.turn_index[places]
+        is_scaled = batch.table.temperature[tokens] == experience.temperatures[turns]
+        found[tokens] = defined[turns] & experience.is_known[places] & is_scaled
     return found
 
 
@@ -254,6 +260,11 @@ def _trained(experience: Chain, *, needs_behaviour: bool) -> Indices:
 def _of_tokens(experience: Chain, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     by_turn = len(advantages) == len(experience.turn_ids)
     return advantages[experience.turn_index[places] if by_turn else places]
+
+
+def _scale(experience: Chain, places: Indices, *, has_ratio: bool) -> Reals:
+    scale: Reals = experience.temperatures[experience.turn_index[places]]
+    return scale if has_ratio else np.ones_like(scale)
 
 
 def _sampled_by(experience: Chain, version: int) -> bool:

@@ -20,7 +20,8 @@ from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.versions.state import State, make_scheduler, set_position
+from trainer.versions.schedule import Schedule
+from trainer.versions.state import State
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import Json, PolicyKind, PolicyVersion
 
@@ -92,7 +93,6 @@ class States:
             recent_versions=older.progress.recent_versions,
             rewound_to=to.version,
         )
-        set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
 
     def with_missed(self, state: State, ledger: Ledger) -> State:
@@ -136,7 +136,7 @@ class States:
             progress=RunProgress(seed=seed),
             policy=self._learner.policy,
             optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, self._settings),
+            schedule=Schedule(optimizer, self._settings),
             critic=critic,
             adapter=self._learner.policy.adapter,
         )

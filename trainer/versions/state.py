@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import lr_scheduler
 
 from trainer.batch.advantages import Row
 from trainer.batch.chain import Chain
@@ -38,7 +36,7 @@ from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
-from turnwise.errors import SettingsError
+from trainer.versions.schedule import Schedule
 from turnwise.store import claims, updates
 from turnwise.store import versions as stored_versions
 from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
@@ -57,14 +55,14 @@ PROBE_TOKENS = 48
 class State:
     """What `setup` returns, and `step` takes and returns.
 
-    The tensors behind `policy`, `optimizer` and `scheduler` are updated in place, since torch binds an optimizer to
+    The tensors behind `policy`, `optimizer` and `schedule` are updated in place, since torch binds an optimizer to
     them. Do not use a `State` again after it was passed to `step`.
     """
 
     progress: RunProgress
     policy: Policy
     optimizer: torch.optim.Optimizer
-    scheduler: lr_scheduler.LambdaLR
+    schedule: Schedule
     metrics: Json = dataclasses.field(default_factory=dict)
     buffer: Buffer = ()
     """The replay buffer's index; empty on policy."""
@@ -109,7 +107,7 @@ class State:
     def restored(self, saved: dict[str, Any], fill: Callable[[dict[str, Any]], None]) -> State:
         """Return this state with the saved weights, optimizer moments and counts, which `values` returned.
 
-        The optimizer's settings and the seed stay as they are now. The learning rate follows from the count of updates.
+        The optimizer's settings and the seed stay as they are now. The learning rate follows from the counts.
         """
         tensors = ("params", "param_names")
         settings = [{k: v for k, v in group.items() if k not in tensors} for group in self.optimizer.param_groups]
@@ -118,7 +116,7 @@ class State:
             group.update(kept)
         versions = tuple(saved["progress"]["recent_versions"])
         progress = RunProgress(**(saved["progress"] | {"seed": self.progress.seed, "recent_versions": versions}))
-        set_position(self.scheduler, progress.num_optimizer_steps)
+        self.schedule.set(progress.num_optimizer_steps, progress.num_batches)
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
 
     def with_batches(self, saved: Json) -> State:
@@ -135,34 +133,6 @@ class State:
         set_optimizer_state_dict(self.policy.model, self.optimizer, tensors["optimizer"])
         if self.critic is not None and has_critic:
             self.critic.load_tensors(tensors)
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> lr_scheduler.LambdaLR:
-    """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
-
-    The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
-    """
-    warmup = settings.num_warmup_updates
-    if settings.schedule == "constant":
-        return lr_scheduler.LambdaLR(optimizer, lambda update: min((update + 1) / (warmup + 1), 1.0))
-    if settings.total_batches is None:
-        raise SettingsError(f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'")
-    length = max(settings.total_batches * settings.num_minibatches * settings.reuse_epochs - warmup, 1)
-
-    def factor(update: int) -> float:
-        if update < warmup:
-            return (update + 1) / (warmup + 1)
-        done = min((update - warmup) / length, 1.0)
-        return 1.0 - done if settings.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-
-    return lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
-    scheduler.last_epoch = num_updates
-    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    for group, rate, factor in groups:
-        group["lr"] = rate * factor(num_updates)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

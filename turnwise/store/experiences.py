@@ -230,6 +230,7 @@ def _experience(
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_own_rewards=np.array([credit.own_rewards.get(turn_id, 0.0) for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),
+        turn_shares=np.array([credit.shares[turn_id] for turn_id in turn_ids], np.float64).T,
         turn_advantages=_advantages(turn_ids, updates),
         reward=credit.reward,
         policy_version_first=min(versions),

@@ -152,7 +152,6 @@ def test_the_critic_learns_to_predict_the_rewards(tmp_path, model):
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_a_step_that_the_critics_gradient_stops_is_counted_and_logged(tmp_path, model, monkeypatch, caplog):
     """Neither the policy nor the critic moves, although the policy's own gradient is finite."""
     settings = play(tmp_path, model, groups_per_batch=3, total_batches=1)

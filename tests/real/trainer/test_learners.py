@@ -12,7 +12,7 @@ from support.trainer_ledger import Rollouts
 
 from trainer.features import Settings
 from trainer.main import run
-from trainer.versions.state import make_scheduler
+from trainer.versions.schedule import Schedule
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
@@ -92,6 +92,19 @@ def test_one_batch_moves_probability_to_the_better_sessions(tmp_path, model, pla
     assert preference(tmp_path, load_model(model), load_model(tmp_path / "policies" / "v000001")) > 0.5
 
 
+@pytest.mark.parametrize("learner", [{"name": "sft", "min_reward": 0.6}, {"name": "dpo"}], ids=lambda one: one["name"])
+def test_sessions_that_left_one_id_at_each_token_are_imitated(tmp_path, model, learner):
+    """At top-k 1 the sampled id has the logprob 0 among the ids that were left, whatever the weights are."""
+    db = new_database(tmp_path / "ledger.db")
+    Rollouts(db, load_model(model), sampling={"top_k": 1}, num_turns=3).play("a", num_groups=8)
+    db.close()
+    trainer_ledger.train(settings_for(tmp_path, model, algorithm=learner))
+    before, after = (
+        load_file(directory / "model.safetensors") for directory in (model, tmp_path / "policies" / "v000001")
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
 def test_lora_publishes_an_adapter_and_does_not_change_the_base(tmp_path, model, played):
     """The adapter on the base gives the logprobs of the probe, and training resumes from its state."""
     from peft import PeftModel
@@ -126,13 +139,23 @@ def test_schedules_give_the_numbers_worked_by_hand(schedule, expected):
         model="m", schedule=schedule, num_warmup_updates=2, total_batches=3, num_minibatches=2, learning_rate=1.0
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make_scheduler(optimizer, settings)
+    found = Schedule(optimizer, settings)
     rates = []
-    for _ in expected:
+    for update in range(len(expected)):
+        found.set(update, update / 2)
         rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
     assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_schedule_ends_at_0_with_the_last_batch_whatever_steps_the_batches_took():
+    """Of four batches the second takes one step of two, and the third none: in halves 1, 7/8, 6/8, then 2/8 and 1/8.
+
+    A resumed run has the same counts, and so the same rate.
+    """
+    settings = Settings(model="m", schedule="linear", total_batches=4, num_minibatches=2, learning_rate=1.0)
+    found = Schedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), settings)
+    at = [(0, 0), (1, 0.5), (2, 1), (3, 3), (4, 3.5), (5, 4)]
+    assert [found.factor(*counts) for counts in at] == [1, 7 / 8, 6 / 8, 2 / 8, 1 / 8, 0]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,11 @@ PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_pena
 @pytest.mark.parametrize(
     "sampling", [{}, PENALTIES, {"top_k": 6} | PENALTIES], ids=["scaled", "penalised", "truncated"]
 )
-@pytest.mark.parametrize("algorithm", ["grpo", "dpo", {"name": "grpo", "kl_coef": 0.1}], ids=["grpo", "dpo", "kl"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["grpo", {"name": "dpo", "reference": "behaviour"}, {"name": "grpo", "kl_coef": 0.1}],
+    ids=["grpo", "dpo", "kl"],
+)
 def test_the_distribution_that_was_sampled_is_reproduced(tmp_path, model, ledger, algorithm, sampling):
     """On-policy tokens have no gap, and no KL from the same weights, because all logits are processed alike."""
     Rollouts(ledger, load_model(model), sampling={"temperature": 0.7} | sampling).play("a", num_groups=3)

@@ -178,6 +178,7 @@ def as_experiences(sequences):
                 turn_rewards=np.zeros(len(sequence.turns)),
                 turn_own_rewards=np.zeros(len(sequence.turns)),
                 turn_returns=np.zeros(len(sequence.turns)),
+                turn_shares=np.ones((2, len(sequence.turns))),
                 reward=0.0,
                 policy_version_first=0,
                 policy_version_last=0,

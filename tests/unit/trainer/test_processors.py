@@ -13,6 +13,7 @@ from support.tiny_models import VOCABULARY, config_of, load_model, make_model
 
 import trainer.features.supports.turns as sampling_module
 from trainer.batch.batch import build, pack, trained_turns, with_ratio
+from trainer.batch.chain import chain_of
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
 from trainer.features import FEATURES, Settings
@@ -265,24 +266,41 @@ def test_a_token_that_could_not_be_sampled_has_a_logprob_that_no_gap_check_passe
     assert VOCABULARY > 7
 
 
-def test_a_token_without_a_support_is_not_truncated_where_no_ratio_is_formed(model):
-    """Its turn's other processors and its other tokens' supports stay."""
-    sampling = {"top_k": 2, "logit_bias": {"3": 1.5}}
+@pytest.mark.parametrize("algorithm", [{"name": "sft"}, {"name": "dpo"}], ids=lambda one: one["name"])
+@pytest.mark.parametrize(
+    ("sampling", "support"),
+    [
+        ({"top_k": 1}, [[2], [3], [4]]),
+        ({"top_p": 0.01, "temperature": 0.01}, [[2], None, [4]]),
+        ({"min_p": 1.0, "logit_bias": {"3": 1.5}, "repetition_penalty": 1.3}, [[2], [3], [4]]),
+        ({"allowed_token_ids": [2, 3, 4], "temperature": 0.7}, None),
+    ],
+)
+def test_a_loss_without_ratios_trains_the_models_own_distribution(model, algorithm, sampling, support):
+    """One id that is left has the logprob 0 under any weights, and so no gradient.
+
+    Nothing is compared with the engine's logprobs, which are those of another distribution.
+    """
     one = experience(tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True], sampling=[sampling])
-    support = [[2, 5], None, [4, 7]]
-    one = claimed(dataclasses.replace(one, parts={IDS: support_at(one, 0, support)}))
-    batch = build([one], [np.ones(1)], policy_version=0, needs_behaviour=False)
-    assert batch.table.target.tolist() == [2, 3, 4]
-    policy = Policy(Settings(model=str(model)), FEATURES.terms)
+    parts = {} if support is None else {IDS: support_at(one, 0, support)}
+    settings = Settings(model=str(model), algorithm=algorithm)
+    policy = Policy(settings, FEATURES.terms)
     policy.load(0)
-    found = PolicyAgent(policy, Settings(model=str(model))).logprobs_of(batch, [0])
+    chain = chain_of(dataclasses.replace(one, parts=parts))
+    for term in policy.terms:
+        chain = term.of_chain(chain)
+    batch = build([chain], [np.ones(1)], policy_version=0, needs_behaviour=False)
     with torch.no_grad():
-        logits = load_model(model)(torch.tensor([[1, 2, 3]])).logits[0].double()
-    expected = [
-        processed_logits(logits[place], [1], [2, 3, 4][:place], sampling, support=support[place]).log_softmax(-1)[token]
-        for place, token in enumerate([2, 3, 4])
-    ]
-    np.testing.assert_allclose(found, np.array(expected), atol=2e-5)
+        log_p = load_model(model)(torch.tensor([[1, 2, 3]])).logits[0].log_softmax(-1)
+    expected = [float(log_p[place, token]) for place, token in enumerate([2, 3, 4])]
+    np.testing.assert_allclose(PolicyAgent(policy, settings).logprobs_of(batch, [0]), expected, atol=2e-5)
+    assert not with_ratio(batch).any()
+
+
+def test_a_loss_without_ratios_is_still_compared_with_the_engine_where_nothing_shaped_the_sampling():
+    plain, scaled = (experience(sampling=[sampling]) for sampling in ({"temperature": 1.0}, {"temperature": 0.5}))
+    batch = build([plain, scaled], [np.ones(1)] * 2, policy_version=0, needs_behaviour=False)
+    assert with_ratio(batch).tolist() == [True, True, False, False]
 
 
 def test_a_support_with_ids_that_the_model_has_not_is_unknown(tmp_path):

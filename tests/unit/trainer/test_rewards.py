@@ -33,6 +33,25 @@ def test_the_overlong_penalty_equals_the_numbers_worked_by_hand(num_tokens, pena
     assert overlong_penalty(num_tokens, RewardRule(overlong_tokens=100)) == penalty
 
 
+def test_step_by_step_the_overlong_penalty_is_taken_once_a_session_and_reaches_the_steps_before():
+    """Eight sampled tokens of ten: penalty (8 - 5) / 5 = 0.6, on the session's last step, in its second chain.
+
+    With γ = 0.5 over the steps 0 to 3 the returns lose 0.075, 0.15, 0.3 and 0.6.
+    """
+    shares = [[[0.0, 0.0], [0.125, 0.25]], [[0.0, 1.0], [0.5, 1.0]]]
+    chains = [
+        dataclasses.replace(
+            experience(turns=2, turn_returns=(1.0, 2.0), reward=3.0, credit="step_wise"), turn_shares=np.array(share)
+        )
+        for share in shares
+    ]
+    shaped = shape_rewards(chains, RewardRule(overlong_tokens=10), algorithm().reward)
+    returns = [one.turn_returns.tolist() for one in shaped]
+    assert returns == [[pytest.approx(0.925), pytest.approx(1.85)], [pytest.approx(0.7), pytest.approx(1.4)]]
+    assert [one.turn_rewards.tolist() for one in shaped] == [[0, 0], [0, pytest.approx(-0.6)]]
+    assert [one.reward for one in shaped] == [pytest.approx(2.4)] * 2
+
+
 def test_rewards_are_normalised_separately_by_hand():
     """GDPO: the large reward a and the small reward b count alike.
 

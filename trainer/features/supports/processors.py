@@ -194,10 +194,7 @@ def add_bias(logits_cV: Tensor, ids: Tensor, values: Tensor) -> None:
 
 
 def truncate(logits_cV: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Leave in each row the ids that top-k, top-p and min-p left to the behaviour; all in a row that has none here.
-
-    Such a row's support is not known. Only losses without ratios train its token, on what the other processors left.
-    """
+    """Leave in each row the ids that top-k, top-p and min-p left to the behaviour; all in a row that has none here."""
     kept = logits_cV[rows, ids]
     is_cut = torch.zeros(len(logits_cV), dtype=torch.bool, device=logits_cV.device)
     is_cut[rows] = True

@@ -21,9 +21,14 @@ class Supports(Term):
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._vocabulary = Vocabulary(settings.model)
+        self._forms_ratios = settings.algorithm.needs_behaviour
 
     def of_chain(self, chain: Chain) -> Chain:
-        return with_processors(chain, self._vocabulary)
+        """Without ratios the model's own distribution is trained: one id that is left has the logprob 0 whatever it is.
+
+        The chain then has the core's reasons, so that these tokens are not compared with the engine's.
+        """
+        return with_processors(chain, self._vocabulary) if self._forms_ratios else chain
 
     def on_logits(self, batch: Batch, row: Row) -> RowProcessors | None:
         members, places = batch.table.experience[row.token], batch.table.place[row.token]
