@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from turnwise.json_text import dumps
-from turnwise.store.turns import TurnView
 from turnwise.types import DEFAULT_POLICY, Json, Media, PolicyVersion, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
@@ -121,13 +120,8 @@ class Call:
     make_encoder: Callable[[], Encoder] = Verbatim
     encoder: Encoder = dataclasses.field(default_factory=Verbatim)
     original: Json = dataclasses.field(default_factory=dict)
-    dropped_tools: list[str] = dataclasses.field(default_factory=list)
-    dropped_items: list[str] = dataclasses.field(default_factory=list)
-    """Types of the blocks, items and parts of the conversation that no message holds."""
     previous_turn_id: str | None = None
     """The stored turn that the call continues without repeating its messages."""
-    conversation_id: str | None = None
-    """The conversation of the Responses API that the call continues without repeating its messages."""
     messages_json: bytes = b""
     """The JSON array of the messages for the engine; empty until the messages have been read."""
     policy_id: int = DEFAULT_POLICY
@@ -167,7 +161,7 @@ def call_key(index: Any, call_id: str, name: str, ids: dict[int, list[str]]) -> 
     """Return the call that a part of a stream belongs to.
 
     Some engines leave the index out, or give it to several calls: a new id with a name begins a call, and without an
-    index each name does.
+    index each name does; a known id goes on with its call.
 
     Args:
         index: the part's `index`.
@@ -177,11 +171,18 @@ def call_key(index: Any, call_id: str, name: str, ids: dict[int, list[str]]) -> 
     """
     place = index if isinstance(index, int) else NO_INDEX
     known = ids.setdefault(place, [])
-    has_new_id = bool(call_id) and known[-1:] not in ([], [""], [call_id])
+    if call_id and call_id in known:
+        return place, known.index(call_id)
+    has_new_id = bool(call_id) and known[-1:] not in ([], [""])
     if not known or (name and has_new_id) or (place == NO_INDEX and (name or has_new_id)):
         known.append(call_id)
     known[-1] = known[-1] or call_id
     return place, len(known) - 1
+
+
+def joined_name(known: str, part: str) -> str:
+    """Return the name of a call so far: some engines and gateways send it in parts, others whole with each part."""
+    return part if part.startswith(known) else known + part
 
 
 def call_part(part: Json) -> tuple[str, str, str]:
@@ -207,8 +208,8 @@ class Choice:
     finish_reason: str | None = None
     prompt_ids: bytes = b""
     """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
-    routed_experts: str | None = None
-    """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
+    beside: Json = dataclasses.field(default_factory=dict)
+    """What the engine returns of each token beside these, by its field; no client gets it."""
 
     def message(self) -> Json:
         for call, pieces in self.calls.values():
@@ -230,11 +231,10 @@ class Captured:
     """Where the prompt's images are, as the engine says; None if it does not say."""
     models: set[str] = dataclasses.field(default_factory=set)
     """The models and adapters that the engine says it has sampled with; one, unless it has mixed calls up."""
-    has_routing: bool = False
+    hidden: set[str] = dataclasses.field(default_factory=set)
+    """Fields of the reply that only the proxy has asked for."""
     usage: bytes = b"null"
     """The engine's last count of tokens, as JSON."""
-    hides_usage: bool = False
-    """Whether the proxy alone asked for that count in a stream."""
 
 
 def sampled_tokens(turn: Turn, texts: Mapping[int, str]) -> list[tuple[str, float]]:
@@ -327,10 +327,6 @@ class Dialect(abc.ABC):
             InvalidRequest: naming the field and what is wrong with it.
         """
 
-    def resume(self, call: Call, earlier: TurnView) -> None:
-        call.messages = [*earlier.messages, earlier.turn.response, *call.messages]
-        call.body["messages"] = call.messages
-
     @abc.abstractmethod
     def rebuild_choice(self, call: Call, turn: Turn, index: int, texts: Mapping[int, str]) -> Json:
         """Return a stored choice in the format of the engine's route: of a whole reply, or of a stream's chunk.
@@ -346,23 +342,8 @@ class Dialect(abc.ABC):
         """
         return reply
 
-    def encode_stored(self, turn: Turn) -> bytes:
-        """Return a stored turn as the reply that its client got; only of dialects with a `GET_REPLY` route."""
-        raise NotImplementedError
-
     def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  the engine's format is the client's
         return body
-
-    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:  # noqa: ARG002
-        """Return the chat request whose prompt is counted; only of dialects with a `COUNT_TOKENS` route.
-
-        Raises:
-            InvalidRequest: naming the field and what is wrong with it.
-        """
-        return body
-
-    def encode_count(self, num_tokens: int) -> Json:
-        return {"input_tokens": num_tokens}
 
     def encode_models(self, models: list[Json]) -> Json:
         """Return the answer of a `LIST_MODELS` route, from OpenAI's descriptions of the models."""

@@ -16,9 +16,8 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, CallKey, call_key, call_part
+from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, CallKey, call_key, call_part, joined_name
 from proxy.dialects.chat import UNREAD_CALL, ChatCompletions
-from turnwise.errors import InvalidRequest
 from turnwise.json_text import json_object
 from turnwise.types import Json
 
@@ -103,7 +102,8 @@ class Assembler:
             else:
                 self._said = block
         else:
-            block.tool_call_id, block.name = block.tool_call_id or part.tool_call_id, block.name + part.name
+            block.tool_call_id = block.tool_call_id or part.tool_call_id
+            block.name = joined_name(block.name, part.name)
         block.pieces.append(part.text)
         return block, is_new, complete
 
@@ -226,35 +226,6 @@ def cut_off_error(finish_reason: str | None) -> str:
     return f"the engine ended this reply with {finish_reason!r}; what was sampled until then is stored, retry"
 
 
-def parts_of(value: Any, field: str) -> list[Json]:
-    """Return the parts in a field of the request; an empty list for null."""
-    parts = [] if value is None else value
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise InvalidRequest(f"`{field}` must hold a text or a list of objects, not {value!r:.80}.", param=field)
-    return parts
-
-
-def joined_content(parts: list[Json]) -> str | list[Json]:
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
-
-
-def failed_text(result: str, mark: str) -> str:
-    """Return the result of a failed tool call with a mark before it: chat templates have no field that says so."""
-    return "\n".join(filter(None, (mark, result)))
-
-
-def stream_and_prefill(body: Json, messages: list[Json]) -> Json:
-    """Return the chat fields of a translated request for its stream, and for a reply that it begins itself."""
-    fields: Json = {}
-    if body.get("stream"):
-        fields = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    if messages and messages[-1]["role"] == "assistant":
-        fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    return fields
-
-
 def own_id(reply_id: str, prefix: str) -> str:
     return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)
 
@@ -274,12 +245,3 @@ def embedded(arguments: str) -> orjson.Fragment:
     A line break would end an event; in a JSON object it can only stand between values.
     """
     return orjson.Fragment(arguments.replace("\r", " ").replace("\n", " ").strip() or "{}")
-
-
-def chat_tool_call(call_id: Any, name: Any, arguments: str) -> Json:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def chat_tool(name: Any, description: Any, parameters: Json) -> Json:
-    described = {"description": description} if description else {}
-    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}

@@ -63,6 +63,7 @@ class ChatCompletions(Dialect):
     engine_route = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
     object_names = ("chat.completion", "chat.completion.chunk")
+    call_type: ClassVar[type[Call]] = Call
 
     def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:  # noqa: ARG002
         messages = body.get("messages") or []
@@ -77,7 +78,7 @@ class ChatCompletions(Dialect):
             messages = [kept for each in messages if (kept := without_billing(each)) is not None]
             body = {**body, "messages": messages}
         hides_thinking = body.get("include_reasoning") is False
-        return Call(
+        return self.call_type(
             dialect=self,
             body=body,
             model=body.get("model") or "",

@@ -17,8 +17,8 @@ import orjson
 
 from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, Action, Call, WireRoute, event
 from proxy.dialects.blocks import Assembler, Block, blocks_of, counts_of, embedded, own_id, read_error
-from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.gemini_request import chat_body, num_signatures, read, read_object
+from proxy.dialects.gemini_request import chat_body, dropped_tools, num_signatures, read, read_object
+from proxy.dialects.translated import Translated, TranslatedCall
 from turnwise.types import Json
 
 STATUSES = {
@@ -82,7 +82,7 @@ def _call_routes(version: str) -> tuple[WireRoute, ...]:
     )
 
 
-class Gemini(ChatCompletions):
+class Gemini(Translated):
     """Google's Gemini API."""
 
     name = "gemini"
@@ -95,6 +95,7 @@ class Gemini(ChatCompletions):
         "properties": {"error": {"type": "object", "required": ["code", "message", "status"]}},
     }
     id_prefix = "gemini-"
+    conversation_field = "contents"
     reads_url = True
 
     def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:
@@ -105,19 +106,20 @@ class Gemini(ChatCompletions):
         stream = route.path.endswith(":streamGenerateContent")
         return {**body, "model": params["model"], "stream": stream, "alt": query.get("alt")}
 
-    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:  # noqa: ARG002
-        chat, dropped = chat_body(body)
-        call = super().parse(chat)
-        call.wants_token_ids = False
-        call.original = {field: value for field, value in body.items() if field != "contents"}
-        call.dropped_tools = dropped
+    def translate(self, body: Json, failed_tool_text: str) -> Json:  # noqa: ARG002
+        return chat_body(body)
+
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> TranslatedCall:
+        call = super().parse(body, failed_tool_text=failed_tool_text)
+        call.dropped_tools = dropped_tools(body)
         call.dropped_items = ["thoughtSignature"] * num_signatures(body.get("contents"))
         call.encode_with(partial(GeminiEncoder, call.original, "delta"))
         return call
 
-    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:  # noqa: ARG002
+    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:
         nested = read_object(body, "generateContentRequest")
-        return chat_body({**(nested or body), "model": body["model"], "stream": False})[0]
+        asked = {**(nested or body), "model": body["model"], "stream": False}
+        return self.chat_request(asked, failed_tool_text=failed_tool_text)
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         encoder = GeminiEncoder(call.original, "message")

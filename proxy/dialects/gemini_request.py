@@ -1,4 +1,4 @@
-"""Gemini's requests as chat requests: fields, schemas, and which result belongs to which call without an id.
+"""Gemini's requests as chat requests: their fields and schemas.
 
 Google accepts each field in camelCase and in snake_case, so every field is read by `read`. As protobuf's JSON does, it
 also accepts an object in place of a list of one, and a number as a string. Consecutive `model` contents are one reply:
@@ -8,11 +8,12 @@ Google's SDK stores each chunk of a stream as a content of its own and sends all
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from typing import Any
 
-from proxy.dialects.blocks import chat_tool, chat_tool_call, joined_content, parts_of, stream_and_prefill
+from proxy.dialects.translated import chat_tool, chat_tool_call, joined_content, parts_of, stream_and_prefill
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.types import Json
@@ -40,7 +41,11 @@ OUTPUT_KEYS = ("output", "result")
 SCHEMA_NUMBERS = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minimum", "maximum"}
 )
-GOOGLE_ONLY = frozenset({"propertyOrdering", "property_ordering", "nullable", "example"})
+NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired"})
+"""Fields of a schema whose own fields are names that its author chose."""
+VALUES = frozenset({"enum", "default", "required", "const", "examples"})
+UNSPECIFIED = "TYPE_UNSPECIFIED"
+GOOGLE_ONLY = frozenset({"propertyOrdering", "nullable", "example"})
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 _CAPITAL = re.compile(r"(?<=[a-z])([A-Z])")
 
@@ -55,6 +60,12 @@ def _snake_case(field: str) -> str:
     return _CAPITAL.sub(lambda found: "_" + found[1].lower(), field)
 
 
+SCHEMA_FIELDS: dict[str, str] = {
+    _snake_case(field): field for field in (*SCHEMA_NUMBERS, "propertyOrdering", "anyOf", "additionalProperties")
+}
+"""Google's other names of the fields of a schema."""
+
+
 def read_object(holder: Json, field: str) -> Json:
     """Return a field that holds an object; an empty one if the field is absent."""
     value = read(holder, field)
@@ -63,20 +74,20 @@ def read_object(holder: Json, field: str) -> Json:
     return value or {}
 
 
-def chat_body(body: Json) -> tuple[Json, list[str]]:
-    """Translate a request to a chat request; return it with the names of the tools that were dropped."""
+def chat_body(body: Json) -> Json:
+    """Translate a request to a chat request."""
     if read(body, "cachedContent"):
         raise InvalidRequest("`cachedContent` is not served; send the contents themselves.", param="cachedContent")
     messages = chat_messages(_listed(body.get("contents"), "contents"))
     if system := _system_text(read(body, "systemInstruction")):
         messages.insert(0, {"role": "system", "content": system})
     chat: Json = {"model": body.get("model") or "", "messages": messages}
-    tools, dropped = chat_tools(_listed(body.get("tools"), "tools"))
-    if tools:
+    declared = (_listed(value, field) for field, value in _tools(body) if is_declared(field))
+    if tools := [_chat_tool(each) for each in itertools.chain.from_iterable(declared)]:
         chat["tools"] = tools
         chat |= _tool_choice(read_object(read_object(body, "toolConfig"), "functionCallingConfig"))
     chat |= _sampling(read_object(body, "generationConfig"))
-    return chat | stream_and_prefill(body, messages), dropped
+    return chat | stream_and_prefill(body, messages)
 
 
 def _listed(value: Any, field: str) -> list[Json]:
@@ -90,14 +101,13 @@ def chat_messages(contents: list[Json]) -> list[Json]:
         InvalidRequest: a content or part has the wrong shape or cannot be served.
     """
     messages: list[Json] = []
-    calls = _CallIds()
     for content in contents:
         parts = _listed(content.get("parts"), "parts")
         role = str(content.get("role") or "user").lower()
         if role == "model":
-            _extend_reply(messages, parts, calls)
+            _extend_reply(messages, parts)
         elif role in ("user", "function", "tool"):
-            messages += _user_messages(parts, calls)
+            messages += _user_messages(parts)
         else:
             raise InvalidRequest(f"a role is 'user' or 'model', not {content['role']!r:.40}.", param="contents")
     return messages
@@ -110,38 +120,15 @@ def num_signatures(contents: Any) -> int:
     return sum(not isinstance(part.get("text"), str) and not read_object(part, "functionCall") for part in parts)
 
 
-class _CallIds:
-    """The ids of function calls: Google's are optional, chat needs one for each call and its response."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._waiting: list[tuple[str, str]] = []
-        """Name and id of the calls without a response, oldest first."""
-
-    def call(self, name: str, given: str | None) -> str:
-        self._count += 1
-        call_id = given or f"call_{self._count}"
-        self._waiting.append((name, call_id))
-        return call_id
-
-    def response(self, name: str, given: str | None) -> str:
-        for waiting in self._waiting:
-            if waiting[1] == given or (given is None and waiting[0] == name):
-                self._waiting.remove(waiting)
-                return waiting[1]
-        return given or f"call_{name}"
-
-
-def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> None:
+def _extend_reply(messages: list[Json], parts: list[Json]) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     reply = messages[-1]
     for part in parts:
         text, call = part.get("text"), read_object(part, "functionCall")
         if call:
-            name = str(call.get("name") or "")
-            call_id, arguments = calls.call(name, call.get("id")), dumps(read_object(call, "args")).decode()
-            reply.setdefault("tool_calls", []).append(chat_tool_call(call_id, name, arguments))
+            name, arguments = str(call.get("name") or ""), dumps(read_object(call, "args")).decode()
+            reply.setdefault("tool_calls", []).append(chat_tool_call(call.get("id"), name, arguments))
         elif isinstance(text, str):
             field = "reasoning" if part.get("thought") else "content"
             reply[field] = (reply.get(field) or "") + text
@@ -149,14 +136,14 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
             raise _unserved(part)
 
 
-def _user_messages(parts: list[Json], calls: _CallIds) -> list[Json]:
+def _user_messages(parts: list[Json]) -> list[Json]:
     messages: list[Json] = []
     rest: list[Json] = []
     for part in parts:
         response = read_object(part, "functionResponse")
         if response:
-            call_id = calls.response(str(response.get("name") or ""), response.get("id"))
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _response_text(response)})
+            named = {"tool_call_id": response.get("id"), "name": str(response.get("name") or "")}
+            messages.append({"role": "tool", **named, "content": _response_text(response)})
             rest += map(_chat_part, _listed(response.get("parts"), "parts"))
         else:
             rest.append(_chat_part(part))
@@ -205,15 +192,17 @@ def _system_text(instruction: Any) -> str:
     return "\n".join(text["text"] for text in texts)
 
 
-def chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
-    functions, dropped = [], []
-    for tool in tools:
-        for field, value in tool.items():
-            if field in ("functionDeclarations", "function_declarations"):
-                functions += [_chat_tool(declared) for declared in _listed(value, field)]
-            elif value is not None:
-                dropped.append(field)
-    return functions, dropped
+def dropped_tools(body: Json) -> list[str]:
+    return [field for field, _ in _tools(body) if not is_declared(field)]
+
+
+def _tools(body: Json) -> list[tuple[str, Any]]:
+    tools = _listed(body.get("tools"), "tools")
+    return [each for tool in tools for each in tool.items() if each[1] is not None]
+
+
+def is_declared(field: str) -> bool:
+    return field in ("functionDeclarations", "function_declarations")
 
 
 def _chat_tool(declared: Json) -> Json:
@@ -223,24 +212,40 @@ def _chat_tool(declared: Json) -> Json:
 
 
 def json_schema(schema: Any) -> Any:
-    """Return Google's schema as JSON Schema: lower-case types, `null` as a type, numbers as numbers."""
+    """Return Google's schema as JSON Schema: lower-case types, `null` wherever it is valid, numbers as numbers."""
     if isinstance(schema, list):
         return [json_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     plain: Json = {}
-    for field, value in schema.items():
+    given: str
+    for given, value in schema.items():
+        field = SCHEMA_FIELDS.get(given, given)
         if field == "type" and isinstance(value, str):
-            plain[field] = [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
-        elif field == "properties" and isinstance(value, dict):
+            plain |= {} if value.upper() == UNSPECIFIED else {field: value.lower()}
+        elif field in NAMES and isinstance(value, dict):
             plain[field] = {name: json_schema(each) for name, each in value.items()}
         elif field in SCHEMA_NUMBERS and isinstance(value, str):
             plain[field] = _number(field, value)
-        elif field in ("enum", "default", "required", "const"):
+        elif field in VALUES:
             plain[field] = value
         elif field not in GOOGLE_ONLY and (field, value) != ("format", "enum"):
             plain[field] = json_schema(value)
-    return plain
+    return _with_null(plain) if schema.get("nullable") is True else plain
+
+
+def _with_null(schema: Json) -> Json:
+    """Return a schema under which null is valid too: each of its keywords must allow that."""
+    found, kind = dict(schema), schema.get("type")
+    if "$ref" in schema or "allOf" in schema or "oneOf" in schema or "const" in schema:
+        return {"anyOf": [schema, {"type": "null"}]}
+    if isinstance(kind, str) and kind != "null":
+        found["type"] = [kind, "null"]
+    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+        found["enum"] = [*schema["enum"], None]
+    if isinstance(schema.get("anyOf"), list) and {"type": "null"} not in schema["anyOf"]:
+        found["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    return found
 
 
 def _number(field: str, value: str) -> float | int:
@@ -295,7 +300,8 @@ def _response_format(config: Json) -> Json:
             param="responseMimeType",
         )
     if kind == "text/x.enum":
-        return {"structured_outputs": {"choice": (schema or {}).get("enum")}} if isinstance(schema, dict) else {}
+        texts = [text for text in (schema.get("enum") or ()) if text is not None] if isinstance(schema, dict) else []
+        return {"structured_outputs": {"choice": texts}} if texts else {}
     if not schema:
         return {"response_format": {"type": "json_object"}}
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}}

@@ -23,19 +23,23 @@ from proxy.dialects.blocks import (
     Block,
     BlockEncoder,
     blocks_of,
-    chat_tool,
-    chat_tool_call,
     counts_of,
     cut_off_error,
     embedded,
+    own_id,
+    read_error,
+)
+from proxy.dialects.chat import check_kinds, without_billing
+from proxy.dialects.translated import (
+    Translated,
+    TranslatedCall,
+    chat_tool,
+    chat_tool_call,
     failed_text,
     joined_content,
-    own_id,
     parts_of,
-    read_error,
     stream_and_prefill,
 )
-from proxy.dialects.chat import ChatCompletions, check_kinds, without_billing
 from turnwise.errors import EngineUnavailable, InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
@@ -80,7 +84,7 @@ HOSTED_BLOCKS = frozenset(
 SAID = ("text", "compaction", "thinking", "tool_use")
 
 
-class Messages(ChatCompletions):
+class Messages(Translated):
     """Anthropic's Messages."""
 
     name = "messages"
@@ -112,13 +116,13 @@ class Messages(ChatCompletions):
     }
     id_prefix = "msg_"
 
-    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> TranslatedCall:
         if not body.get("messages"):
             raise InvalidRequest("`messages` must hold at least one message.", param="messages")
         if not isinstance(body.get("max_tokens"), int):
             raise InvalidRequest("`max_tokens` must be an integer.", param="max_tokens")
-        call = super().parse(chat_body(body, failed_tool_text))
-        call.wants_logprobs = call.wants_token_ids = False
+        call = super().parse(body, failed_tool_text=failed_tool_text)
+        call.wants_logprobs = False
         call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
         call.dropped_items = [
             str(block.get("type"))
@@ -136,7 +140,7 @@ class Messages(ChatCompletions):
         if earlier.tools and not call.tools:
             call.body["tools"] = earlier.tools
 
-    def count_request(self, body: Json, *, failed_tool_text: str = "") -> Json:
+    def translate(self, body: Json, failed_tool_text: str) -> Json:
         return chat_body(body, failed_tool_text)
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply has all that is needed
@@ -294,7 +298,7 @@ def chat_body(body: Json, failed_tool_text: str) -> Json:
     if tools := [_chat_tool(tool) for tool in body.get("tools") or () if not is_server_tool(tool)]:
         chat["tools"] = tools
     if (choice := body.get("tool_choice")) and (tools or not body.get("tools")):
-        chat |= _chat_tool_choice(choice)
+        chat |= _chat_tool_choice(choice, body.get("tools") or [])
     if stops := body.get("stop_sequences"):
         chat["stop"] = stops
     if (body.get("thinking") or {}).get("type") == "disabled":
@@ -476,13 +480,16 @@ def _chat_tool(tool: Any) -> Json:
         raise InvalidRequest(
             f"a tool must be an object with `name` and `input_schema`, not {tool!r:.80}", param="tools"
         )
-    return chat_tool(tool.get("name"), tool.get("description"), tool.get("input_schema") or {})
+    return chat_tool(tool.get("name"), tool.get("description"), tool.get("input_schema") or {}, tool.get("strict"))
 
 
-def _chat_tool_choice(choice: Json) -> Json:
+def _chat_tool_choice(choice: Json, tools: list[Any]) -> Json:
     check_kinds(choice, {"type": str})
     chat: Json = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if choice.get("type") == "tool":
+        named = [tool for tool in tools if isinstance(tool, dict) and tool.get("name") == choice.get("name")]
+        if named and all(map(is_server_tool, named)):
+            return chat  # the choice goes with its tool
         return chat | {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
     if choice.get("type") not in TOOL_CHOICES:
         raise InvalidRequest(f"a tool choice is auto, any, tool or none, not {choice!r:.80}.", param="tool_choice")

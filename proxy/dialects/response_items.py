@@ -14,8 +14,9 @@ from typing import Any
 import orjson
 
 from proxy.dialects.base import ENDED
-from proxy.dialects.blocks import Block, blocks_of, chat_tool_call, failed_text, joined_content, parts_of
+from proxy.dialects.blocks import Block, blocks_of
 from proxy.dialects.chat import check_kinds
+from proxy.dialects.translated import chat_tool_call, failed_text, joined_content, parts_of
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.types import Json
@@ -47,12 +48,13 @@ class ToolMap:
 
     chat_tools: list[Json] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
-    namespaces: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    origins: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Namespace, empty outside of one, and name of each tool in it, by the name of its function."""
     custom: set[str] = dataclasses.field(default_factory=set)
 
     def call_item(self, name: str, call_id: str, arguments: str) -> Json:
         """Return a function call of a reply as the client's item, without `id` and `status`."""
-        namespace, own_name = self.namespaces.get(name, ("", name))
+        namespace, own_name = self.origins.get(name, ("", name))
         placed = {"namespace": namespace} if namespace else {}
         called = {"call_id": call_id, "name": own_name}
         if name in self.custom:
@@ -73,10 +75,11 @@ def _add_tools(found: ToolMap, tools: Iterable[Json], namespace: str) -> None:
             _add_tools(found, parts_of(tool.get("tools"), "tools"), str(tool.get("name") or ""))
         elif kind in ("function", "custom"):
             function = _function(tool) if kind == "function" else _custom_function(tool)
-            if namespace:
-                flat = flat_name(namespace, tool.get("name"))
-                found.namespaces[flat] = (namespace, str(tool.get("name")))
-                function["name"] = flat
+            function["name"] = flat = flat_name(namespace, tool.get("name"))
+            origin = (namespace, str(tool.get("name")))
+            if found.origins.setdefault(flat, origin) != origin:
+                names = " and ".join(".".join(filter(None, each)) for each in (found.origins[flat], origin))
+                raise InvalidRequest(f"the tools {names} are both {flat!r:.80} here; rename one", param="tools")
             if kind == "custom":
                 found.custom.add(str(function["name"]))
             found.chat_tools.append({"type": "function", "function": function})
@@ -112,20 +115,22 @@ def custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def chat_tool_choice(choice: Any) -> Any:
-    """Return the tool choice as chat has it."""
+def chat_tool_choice(choice: Any, dropped: Iterable[str]) -> Any:
+    """Return the tool choice as chat has it; None where it goes with a tool that was dropped."""
     if isinstance(choice, str):
         return choice
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        if not isinstance(choice.get("name"), str):
+    match choice:
+        case {"type": "function" | "custom", "name": str(name)}:
+            return {"type": "function", "function": {"name": flat_name(choice.get("namespace"), name)}}
+        case {"type": "function" | "custom"}:
             raise InvalidRequest("`tool_choice` must have the `name` of a tool.", param="tool_choice")
-        name = flat_name(choice.get("namespace"), choice["name"])
-        return {"type": "function", "function": {"name": name}}
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        match choice:
-            case {"mode": "required", "tools": [{"type": "function" | "custom"} as only]}:
-                return chat_tool_choice(only)
-        return choice.get("mode") or "auto"
+        case {"type": "allowed_tools", "mode": "required", "tools": [*allowed]}:
+            own = [tool for tool in parts_of(allowed, "tool_choice") if tool.get("type") in ("function", "custom")]
+            return chat_tool_choice(own[0], dropped) if len(own) == 1 else "required" if own else None
+        case {"type": "allowed_tools"}:
+            return choice.get("mode") or "auto"
+        case {"type": str(kind)} if any(kind.startswith(tool) or tool.startswith(kind) for tool in dropped):
+            return None
     raise InvalidRequest(
         f"a tool choice is none, auto, required, allowed_tools or one function, not {choice!r:.80}.",
         param="tool_choice",
@@ -152,7 +157,8 @@ def _add_item(messages: list[Json], item: Any, failed_tool_text: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     match kind:
         case "message" if item.get("role") == "assistant" and not item.get("tool_calls"):
-            _open_reply(messages, unless_holds=("content", "tool_calls"))["content"] = _text(item.get("content"))
+            # A model may go on with text after a call, which is then the later item of the two.
+            _open_reply(messages, unless_holds=("content",))["content"] = _text(item.get("content"))
         case "message":
             messages.append(_asking_message(item))
         case "reasoning":

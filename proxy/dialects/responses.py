@@ -20,10 +20,9 @@ from proxy.dialects.blocks import (
     counts_of,
     cut_off_error,
     own_id,
-    stream_and_prefill,
     text_logprobs,
 )
-from proxy.dialects.chat import ChatCompletions, check_kinds
+from proxy.dialects.chat import check_kinds
 from proxy.dialects.response_items import (
     HOSTED_ITEMS,
     ToolMap,
@@ -39,6 +38,7 @@ from proxy.dialects.response_items import (
     reply_blocks,
     resolved,
 )
+from proxy.dialects.translated import Translated, TranslatedCall, stream_and_prefill
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
@@ -64,7 +64,7 @@ STORE = "store"
 """False in the request: the reply is stored as any other, and not returned by its id, as OpenAI promises."""
 
 
-class Responses(ChatCompletions):
+class Responses(Translated):
     """OpenAI's Responses."""
 
     name = "responses"
@@ -83,16 +83,17 @@ class Responses(ChatCompletions):
         ),
     )
     id_prefix = "resp_"
+    conversation_field = "input"
 
-    def parse(self, body: Json, *, failed_tool_text: str = "") -> Call:
+    def translate(self, body: Json, failed_tool_text: str) -> Json:
+        return chat_body(body, read_tools(body.get("tools")), failed_tool_text)
+
+    def parse(self, body: Json, *, failed_tool_text: str = "") -> TranslatedCall:
+        call = super().parse(body, failed_tool_text=failed_tool_text)
         tools = read_tools(body.get("tools"))
-        chat = chat_body(body, tools, failed_tool_text)
-        call = super().parse(chat)
-        call.original = {field: value for field, value in body.items() if field != "input"}
         call.dropped_tools = tools.dropped
         if isinstance(body.get("input"), list):
             call.dropped_items = [item["type"] for item in body["input"] if item.get("type") in HOSTED_ITEMS]
-        call.wants_token_ids = False
         call.previous_turn_id = body.get("previous_response_id")
         call.conversation_id = conversation_id(body)
         call.notes = {"instructions": True} if body.get("instructions") else {}
@@ -275,7 +276,7 @@ def chat_body(body: Json, tools: ToolMap, failed_tool_text: str) -> Json:
     if (choice := body.get("tool_choice")) is not None and (
         tools.chat_tools or not (tools.dropped or choice == "auto")
     ):
-        chat["tool_choice"] = chat_tool_choice(choice)
+        chat |= {} if (chosen := chat_tool_choice(choice, tools.dropped)) is None else {"tool_choice": chosen}
     if (limit := body.get("max_output_tokens")) is not None:
         chat["max_completion_tokens"] = limit
     if effort := (body.get("reasoning") or {}).get("effort"):

@@ -23,6 +23,7 @@ import orjson
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.vllm_forms import (
+    ROUTED,
     read_parts,
     reject_prompt_logprobs,
     request,
@@ -124,7 +125,7 @@ class Lane:
                 shows_token_ids=call.wants_token_ids,
                 shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
             )
-            engine.returns_routing |= captured.has_routing
+            engine.returns_routing |= ROUTED in captured.hidden
             if call.hides_thinking:
                 shown = list(map(without_thinking, shown))
         except NOT_A_COMPLETION as error:

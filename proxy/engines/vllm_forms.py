@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from proxy.dialects.base import SENT, Call, Captured, Choice, call_key, call_part
+from proxy.dialects.base import SENT, Call, Captured, Choice, call_key, call_part, joined_name
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.images import FIELD as PLACES
@@ -31,6 +31,7 @@ FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "includ
 """Request fields that capture always sets on the chat route."""
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
+ROUTED, USAGE = "routed_experts", "usage"
 ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 SUPPORTS = re.compile(rb',\s*"%b":\s*(?:"[^"]*"|\[[^]]*\])' % FIELD.encode())
@@ -130,9 +131,9 @@ def read_parts(
         text = SUPPORTS.sub(b"", text)
     if not shows_token_ids:
         text = IDS.sub(b'token_ids":null', text)
-    if captured.has_routing:
+    if ROUTED in captured.hidden:
         text = ROUTING.sub(b'"routed_experts":null', text)
-    if shows_empty and captured.hides_usage:
+    if shows_empty and USAGE in captured.hidden:
         has_content = [bool(reply.choices) for reply in replies]
         shows_empty = False
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
@@ -184,13 +185,14 @@ def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured)
     for reply in replies:
         if reply.prompt_token_ids is not ABSENT:
             captured.prompt_ids = read_ids(reply.prompt_token_ids, echo) or captured.prompt_ids
-        is_filled = not (reply.choices or captured.hides_usage)
+        is_filled = not (reply.choices or USAGE in captured.hidden)
         for part in reply.choices:
             choice = captured.choices.get(part.index)
             if choice is None:
                 choice = captured.choices[part.index] = Choice()
             if part.routed_experts is not None:
-                choice.routed_experts, captured.has_routing = part.routed_experts, True
+                choice.beside[ROUTED] = part.routed_experts
+                captured.hidden.add(ROUTED)
             if part.prompt_token_ids is not ABSENT:
                 choice.prompt_ids = read_ids(part.prompt_token_ids, echo) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
@@ -241,7 +243,7 @@ def _join_call(choice: Choice, part: Json) -> None:
     opened: Json = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
     call, pieces = choice.calls.setdefault(key, (opened, []))
     call["id"] = call["id"] or call_id or None
-    call["function"]["name"] += name
+    call["function"]["name"] = joined_name(call["function"]["name"], name)
     pieces.append(arguments)
 
 

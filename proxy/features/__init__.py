@@ -48,6 +48,7 @@ IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
 ROUTES: tuple[str, ...] = (
+    "proxy.features.other_routes",
     "proxy.features.page.routes",
     "proxy.features.exports",
     "proxy.features.labels",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from proxy.calls.steps import CallStep
 from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES
+from proxy.dialects.translated import TranslatedCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +40,7 @@ class Dropped(CallStep):
 
     async def asked(self, running: Running) -> None:
         call = running.call
+        assert isinstance(call, TranslatedCall)
         for kind in call.dropped_items:
             self.items.labels(kind if kind in ITEM_TYPES else "other").inc()
         names = [_NOT_A_NAME.sub("", tool)[:MAX_TOOL_NAME] or "unknown" for tool in call.dropped_tools]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from proxy.calls.steps import CallStep
+from proxy.engines.vllm_forms import ROUTED
 from turnwise.features.experts import EXPERTS
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ class Experts(CallStep):
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         for (_, choice), turn in zip(sorted(running.captured.choices.items()), turns, strict=False):
-            if choice.routed_experts is not None:
+            if (experts := choice.beside.get(ROUTED)) is not None:
                 start = 0 if turn.parent_turn_id is None else turn.prompt_length - len(turn.prompt_delta)
-                turn.given[EXPERTS] = choice.routed_experts, start, turn.prompt_length + len(choice.token_ids)
+                turn.given[EXPERTS] = experts, start, turn.prompt_length + len(choice.token_ids)
 
     def lacking(self, turns: list[NewTurn]) -> None:
         for turn in turns:

@@ -13,6 +13,7 @@ import msgspec
 from pydantic import Field
 
 from proxy.calls.steps import CallStep
+from proxy.engines.vllm_forms import USAGE
 from turnwise.features.prices import CHARGE, COST, Charge
 from turnwise.settings import FromJson, Settings
 
@@ -83,7 +84,7 @@ class Prices(CallStep):
         options = call.body.get("stream_options") or {}
         if self._needs_usage and call.stream and isinstance(options, dict) and not options.get("include_usage"):
             call.body = {**call.body, "stream_options": {"include_usage": True}}
-            running.captured.hides_usage = True
+            running.captured.hidden.add(USAGE)
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         if Prices in running.kept and (charge := self._charge(running, turns)) is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from proxy.calls.earlier import read_turns
 from proxy.calls.steps import CallStep
+from proxy.dialects.translated import Translated, TranslatedCall
 from proxy.sessions.identities import EXPLICIT_SOURCES, next_id, next_prefix
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.features.images import read_media
@@ -15,7 +16,6 @@ from turnwise.types import NOT_RECORDED, image_digests
 if TYPE_CHECKING:
     from proxy.auth import Principal
     from proxy.calls.capture import Running
-    from proxy.dialects.base import Call
     from proxy.services import Services
     from turnwise.store.database import Connection, Database
 
@@ -29,11 +29,13 @@ class Resumed(CallStep):
         self._database = services.database
 
     async def asked(self, running: Running) -> None:
-        if running.call.previous_turn_id is not None or running.call.conversation_id is not None:
-            await _resume(self._database, running.call, running.principal)
+        call = running.call
+        assert isinstance(call, TranslatedCall)
+        if call.previous_turn_id is not None or call.conversation_id is not None:
+            await _resume(self._database, call, running.principal)
 
 
-async def _resume(database: Database, call: Call, principal: Principal) -> None:
+async def _resume(database: Database, call: TranslatedCall, principal: Principal) -> None:
     """Put the conversation that a call continues without repeating it before the call's messages.
 
     The previous turn that a call names also names its session; a `conversation` is looked up in the call's session.
@@ -59,6 +61,7 @@ async def _resume(database: Database, call: Call, principal: Principal) -> None:
             f"previous response {previous!r} is not stored; send the whole conversation",
             code="previous_response_not_found",
         )
+    assert isinstance(call.dialect, Translated)
     call.dialect.resume(call, earlier)
     if digests := image_digests(earlier.messages):
         session_id = earlier.turn.session_id

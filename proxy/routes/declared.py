@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
+from proxy.dialects import registry
+
 if TYPE_CHECKING:
-    from proxy.dialects.base import WireRoute
+    from proxy.dialects.base import Action, WireRoute
     from proxy.routes.calls import Endpoint
     from proxy.routes.models import Answer
     from proxy.services import Services
@@ -29,6 +31,16 @@ class Routes:
     """Makes what it serves on the data plane."""
     answers: Callable[[], Iterable[type[Answer]]] = tuple
     """Makes the models of answers, which only the OpenAPI document needs: pydantic takes long for them."""
+
+
+def endpoints(services: Services, kinds: Mapping[Action, type[Endpoint]]) -> list[tuple[WireRoute, Endpoint]]:
+    """Return the routes of all formats whose action is one of these, with what serves each."""
+    return [
+        (route, kinds[route.action](services, dialect, route))
+        for dialect in registry.DIALECTS
+        for route in dialect.routes
+        if route.action in kinds
+    ]
 
 
 def load_routes(modules: Iterable[str]) -> list[Routes]:

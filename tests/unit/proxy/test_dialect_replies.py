@@ -466,3 +466,53 @@ def test_a_failed_tool_call_says_so_in_its_text(mark, content, said):
         call = Responses().parse({"input": [*items, output]}, failed_tool_text=mark)
         plain = said.removeprefix("It failed.").lstrip("\n")
         assert call.messages[-1]["content"] == (plain if status == "completed" else said)
+
+
+@pytest.mark.parametrize(
+    ("parts", "calls"),
+    [
+        # The id and the name with each part, at one index and without one.
+        (
+            [(0, "c1", "look", ""), (0, None, None, '{"q": '), (0, "c1", "look", '"a"}')],
+            [("look", '{"q": "a"}')],
+        ),
+        ([(None, "c1", "look", '{"q": '), (None, "c1", "look", '"a"}')], [("look", '{"q": "a"}')]),
+        # The name alone, whole again or longer with each part; and in pieces.
+        ([(0, "c1", "look", '{"q": '), (0, None, "look", '"a"}')], [("look", '{"q": "a"}')]),
+        ([(0, "c1", "lo", "{"), (0, None, "look", "}")], [("look", "{}")]),
+        ([(0, "c1", "lo", "{"), (0, None, "ok", ""), (0, None, "look", "}")], [("look", "{}")]),
+        # Two calls of one name, their parts interleaved; also at one index.
+        (
+            [(0, "c1", "look", "{"), (1, "c2", "look", "{"), (0, "c1", "look", "}"), (1, "c2", "look", "}")],
+            [("look", "{}"), ("look", "{}")],
+        ),
+        (
+            [(0, "c1", "look", "{"), (0, "c2", "write", "{"), (0, "c1", "look", "}"), (0, "c2", "write", "}")],
+            [("look", "{}"), ("write", "{}")],
+        ),
+    ],
+)
+def test_a_name_that_an_engine_repeats_is_stored_and_sent_once(parts, calls):
+    deltas = [
+        {"tool_calls": [{"index": index, "id": own, "function": {"name": name, "arguments": text}}]}
+        for index, own, name, text in parts
+    ]
+    captured = Captured()
+    for delta in deltas:
+        chunk = HEAD | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        read_parts(
+            [json.dumps(chunk).encode()], captured, shows_logprobs=False, shows_token_ids=False, shows_empty=False
+        )
+    stored = captured.choices[0].message()["tool_calls"]
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in stored] == calls
+    (claude, body), (openai, given), (google, asked) = REQUESTS
+    blocks = [
+        event["content_block"]["name"]
+        for event in read_stream(claude, body, deltas, "tool_calls")
+        if event["type"] == "content_block_start"
+    ]
+    items = read_stream(openai, given, deltas, "tool_calls")[-1]["response"]["output"]
+    (candidate,) = read_stream(google, asked, deltas, "tool_calls")[-1]["candidates"]
+    names = [name for name, _ in calls]
+    assert blocks == [item["name"] for item in items] == names
+    assert [part["functionCall"]["name"] for part in candidate["content"]["parts"]] == names

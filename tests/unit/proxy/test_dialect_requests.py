@@ -193,13 +193,14 @@ def test_one_allowed_tool_that_is_required_is_the_named_tool():
     for named, choice in (
         (tools[:1], {"type": "function", "function": {"name": "look"}}),
         (tools, "required"),
-        ([{"type": "web_search"}], "required"),
-        ([{"type": "mcp", "server_label": "a"}], "required"),
+        ([tools[0], {"type": "web_search"}], {"type": "function", "function": {"name": "look"}}),
+        ([{"type": "web_search"}], None),
+        ([{"type": "mcp", "server_label": "a"}], None),
     ):
         asked = {"input": "Hi.", "tools": tools} | {
             "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": named}
         }
-        assert Responses().parse(asked).body["tool_choice"] == choice
+        assert Responses().parse(asked).body.get("tool_choice") == choice
 
 
 def test_the_earlier_name_of_an_output_format_constrains_the_reply_too():
@@ -416,3 +417,66 @@ def test_a_system_message_of_nothing_else_goes_whole_and_what_a_user_quotes_stay
     assert [system_text(call) for call in with_system(BILLED)] == [""] * 9
     quoted = {"role": "user", "content": f"What is\n{BILLED}?"}
     assert messages_call(quoted).messages == ChatCompletions().parse({"messages": [quoted]}).messages == [quoted]
+
+
+def schema_of(parameters: dict[str, Any], field: str = "parameters") -> dict[str, Any]:
+    """Return a schema of Google's as the engine gets it, of a function and of the reply alike."""
+    declared = {"functionDeclarations": [{"name": "look", field: parameters}]}
+    found: dict[str, Any] = gemini_call(contents=CONTENTS, tools=[declared]).body["tools"][0]["function"]["parameters"]
+    if field == "parameters":
+        config = {"responseMimeType": "application/json", "responseSchema": parameters}
+        asked = gemini_call(contents=CONTENTS, generationConfig=config).body["response_format"]
+        assert asked["json_schema"]["schema"] == found
+    return found
+
+
+CONTENTS = [{"parts": [{"text": "Hi."}]}]
+NULL = {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": "STRING", "enum": ["a"], "nullable": True}, {"type": ["string", "null"], "enum": ["a", None]}),
+        ({"enum": ["a"], "nullable": True}, {"enum": ["a", None]}),
+        (
+            {"anyOf": [{"type": "INTEGER"}, {"type": "STRING"}], "nullable": True},
+            {"anyOf": [{"type": "integer"}, {"type": "string"}, NULL]},
+        ),
+        (
+            {"any_of": [{"type": "INTEGER"}, {"type": "NULL"}], "nullable": True},
+            {"anyOf": [{"type": "integer"}, NULL]},
+        ),
+        ({"type": "NULL", "nullable": True}, NULL),
+        ({"type": "STRING", "nullable": False}, {"type": "string"}),
+        ({"type": "TYPE_UNSPECIFIED", "description": "any"}, {"description": "any"}),
+        ({"type": "ARRAY", "min_items": "2", "items": {"type": "STRING"}}, {"type": "array", "minItems": 2}),
+    ],
+)
+def test_null_is_valid_wherever_google_s_schema_allows_it(given, expected):
+    """As google-genai writes `Optional[Literal[…]]` and `Optional[int | str]`; fields of either spelling."""
+    found = schema_of({"type": "OBJECT", "properties": {"x": given}, "required": ["x"]})
+    found["properties"]["x"].pop("items", None)
+    assert found == {"type": "object", "properties": {"x": expected}, "required": ["x"]}
+
+
+@pytest.mark.parametrize("field", ["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
+@pytest.mark.parametrize("name", ["example", "nullable", "type", "format", "any_of"])
+def test_what_an_author_names_in_a_schema_is_no_field_of_it(field, name):
+    schema = {"type": "object", field: {name: {"type": "string"}}}
+    assert schema_of(schema, "parametersJsonSchema") == schema
+    assert schema_of({"type": "object", "dependentRequired": {name: ["a"]}}, "parametersJsonSchema") == {
+        "type": "object",
+        "dependentRequired": {name: ["a"]},
+    }
+
+
+def test_a_reference_that_may_be_null_keeps_what_it_names():
+    schema = {"$ref": "#/$defs/a", "nullable": True}
+    assert schema_of({"properties": {"x": schema}})["properties"]["x"] == {"anyOf": [{"$ref": "#/$defs/a"}, NULL]}
+
+
+def test_a_choice_of_texts_that_may_be_null_is_of_its_texts():
+    config = {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", "enum": ["a"], "nullable": True}}
+    assert gemini_call(contents=CONTENTS, generationConfig=config).body["structured_outputs"] == {"choice": ["a"]}
