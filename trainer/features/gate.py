@@ -26,12 +26,14 @@ from trainer.model.memory import OutOfMemory
 from trainer.settings import TrainerSettings
 from turnwise.features import gate
 from turnwise.settings import Settings
+from turnwise.statistics import intervals
+from turnwise.statistics.confidence import Looks
 from turnwise.types import Json, SessionKey
 
 log = logging.getLogger(__name__)
 
-NUM_STANDARD_ERRORS = 2.0
-"""Confidence of a refusal: about 2.5 % of normal draws lie beyond."""
+CONFIDENCE = Looks()
+"""A version is compared once."""
 NUM_NAMED = 5
 GOOD_LABELS = ("golden",)
 BAD_LABELS = ("failure",)
@@ -150,9 +152,9 @@ def _is_good(experience: Chain, labels: Collection[str], settings: GateSettings)
 def judge(shifts: Sequence[Shift], settings: GateSettings) -> tuple[Json, str | None]:
     """Return gauges, and why a version with these shifts must not be published; None where it may.
 
-    A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by
-    `NUM_STANDARD_ERRORS` standard errors. A version that gives a session no finite logprob is refused in any case: a
-    mean with a NaN in it compares as neither above nor below a limit.
+    A set of fewer than two good sessions refuses nothing. A mean counts as fallen when its whole interval is below the
+    limit. A version that gives a session no finite logprob is refused in any case: a mean with a NaN in it compares as
+    neither above nor below a limit.
     """
     broken = [shift for shift in shifts if not math.isfinite(shift.nats)]
     if broken:
@@ -163,36 +165,28 @@ def judge(shifts: Sequence[Shift], settings: GateSettings) -> tuple[Json, str | 
         return {"gate_num_not_finite": len(broken)}, reason
     good = [shift for shift in shifts if shift.is_good]
     bad = [shift for shift in shifts if shift.is_good is False]
-    kept, kept_error = _mean([shift.nats for shift in good])
-    rise, rise_error = _mean([shift.nats for shift in bad])
+    kept = intervals.mean([shift.nats for shift in good], CONFIDENCE)
+    gained = intervals.difference([shift.nats for shift in bad], [shift.nats for shift in good], CONFIDENCE)
     gauges: Json = {"gate_num_good": len(good), "gate_num_bad": len(bad)}
     if good:
-        gauges["gate_good_shift"] = kept
+        gauges["gate_good_shift"] = kept.mean
     if bad:
-        gauges["gate_bad_shift"] = rise
-    if len(good) > 1 and kept + NUM_STANDARD_ERRORS * kept_error < -settings.gate_drop:
+        gauges["gate_bad_shift"] = float(np.mean([shift.nats for shift in bad]))
+    if len(good) > 1 and kept.is_below(-settings.gate_drop):
         worst = sorted(good, key=lambda shift: shift.nats)[:NUM_NAMED]
         reason = (
-            f"good replies of {len(good)} sessions are {-kept:.3g} nats a token less likely than when they "
+            f"good replies of {len(good)} sessions are {-kept.mean:.3g} nats a token less likely than when they "
             f"were sampled; the limit is {settings.gate_drop:g} (gate_drop). What fell most: {_named(worst)}"
         )
         return gauges, reason
-    error = math.hypot(kept_error, rise_error)
-    if min(len(good), len(bad)) > 1 and rise - kept - NUM_STANDARD_ERRORS * error > settings.gate_drop:
+    if min(len(good), len(bad)) > 1 and gained.is_above(settings.gate_drop):
         worst = sorted(bad, key=lambda shift: -shift.nats)[:NUM_NAMED]
         reason = (
-            f"replies of {len(bad)} bad sessions gained {rise - kept:.3g} nats a token on those of "
+            f"replies of {len(bad)} bad sessions gained {gained.mean:.3g} nats a token on those of "
             f"{len(good)} good ones; the limit is {settings.gate_drop:g} (gate_drop). What rose most: {_named(worst)}"
         )
         return gauges, reason
     return gauges, None
-
-
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    if not values:
-        return 0.0, 0.0
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return float(np.mean(values)), error
 
 
 def _named(shifts: Sequence[Shift]) -> str:

@@ -9,16 +9,12 @@ from collections.abc import Iterable, Sequence
 
 from proxy.features.arms.settings import ArmSettings
 from turnwise.features import arms
+from turnwise.statistics import intervals
+from turnwise.statistics.confidence import MIN_NUM, AnyTime
 from turnwise.types import Json
 
-NUM_STANDARD_ERRORS = 2.0
-"""Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 BROKEN_RISE = 0.1
 """How far a canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
-ALPHA = 0.05
-NARROWEST_AT = 500
-MIN_REWARDS = 8
-"""Rewards that an arm needs for an interval; the standard error of fewer is no measure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,63 +28,51 @@ class Verdict:
 def judge(canary: arms.Arm, control: arms.Arm, settings: ArmSettings) -> Verdict | None:
     """Compare the arms; None means that more sessions are needed.
 
-    The canary is rolled back if its share of broken turns, or its mean reward, is worse than the control's by more than
-    the limit plus `NUM_STANDARD_ERRORS` standard errors of the difference (Welch's, no equal variances assumed). It is
-    promoted if it is not worse than the limit with the same confidence. After `canary_max_sessions` the mean alone
+    The arms are looked at after every session, so each limit is held against an interval that is right at all of these
+    looks. The canary is rolled back if its share of broken turns, or its mean reward, is certainly worse than the
+    control's by more than the limit, and promoted if it is certainly not. After `canary_max_sessions` the mean alone
     decides, and without rewards the share of broken turns.
     """
     enough = settings.canary_min_sessions
     if min(canary.num_sessions, control.num_sessions) < enough:
         return None
+    looks = AnyTime(narrowest_at=settings.canary_max_sessions)
     rise = canary.broken_share - control.broken_share
-    variances = (each.broken_share * (1 - each.broken_share) / max(1, each.num_turns) for each in (canary, control))
-    spread = math.sqrt(sum(variances))
-    if rise - NUM_STANDARD_ERRORS * spread > BROKEN_RISE:
+    if rise - _broken_margin(canary, control, looks) > BROKEN_RISE:
         return Verdict(False, f"{rise:.1%} more of its turns are broken; the limit is {BROKEN_RISE:.1%}")
     is_final = canary.num_sessions >= settings.canary_max_sessions
     if min(len(canary.rewards), len(control.rewards)) < enough:
         return Verdict(True, f"{rise:+.1%} broken turns, and too few rewards to compare") if is_final else None
-    gain, error = difference(canary.rewards, control.rewards)
-    margin = 0.0 if is_final else NUM_STANDARD_ERRORS * error
+    gain = intervals.difference(canary.rewards, control.rewards, looks)
+    limit = -settings.canary_reward_drop
     measured = (
-        f"mean session reward {gain:+.3f} ± {error:.3f} over {len(canary.rewards)} sessions against "
-        f"{len(control.rewards)}; the limit is {-settings.canary_reward_drop:+.3f}"
+        f"mean session reward {gain.mean:+.3f} ± {gain.error:.3f} over {len(canary.rewards)} sessions against "
+        f"{len(control.rewards)}; the limit is {limit:+.3f}"
     )
-    if gain + margin < -settings.canary_reward_drop:
+    if gain.high < limit or (is_final and gain.mean < limit):
         return Verdict(False, measured)
-    if gain - margin >= -settings.canary_reward_drop:
-        return Verdict(True, measured)
-    return None
+    return Verdict(True, measured) if is_final or gain.low >= limit else None
+
+
+def _broken_margin(canary: arms.Arm, control: arms.Arm, looks: AnyTime) -> float:
+    variances = (each.broken_share * (1 - each.broken_share) / max(1, each.num_turns) for each in (canary, control))
+    num = canary.num_turns + control.num_turns
+    return looks.margin(math.sqrt(sum(variances)), max(1, num), num)
 
 
 def lift(newer: arms.Arm, older: arms.Arm) -> Json:
     """Return the differences of the mean rewards, whole (`reward`) and by name, with intervals for repeated looks.
 
-    Each has `mean`, `low` and `high`; rewards that either arm has fewer than `MIN_REWARDS` of are left out.
+    Each has `mean`, `low` and `high`; rewards that either arm has fewer than `MIN_NUM` of are left out.
     """
     pairs = {name: (values, older.by_name.get(name, ())) for name, values in newer.by_name.items()}
     pairs["reward"] = (newer.rewards, older.rewards)
-    return {name: _interval(*each) for name, each in pairs.items() if min(map(len, each)) >= MIN_REWARDS}
+    return {name: _interval(*each) for name, each in pairs.items() if min(map(len, each)) >= MIN_NUM}
 
 
 def _interval(newer: Sequence[float], older: Sequence[float]) -> Json:
-    """Return the difference of two means with the interval that holds at all times with probability 1 − α.
-
-    The asymptotic confidence sequence of Waudby-Smith et al. 2021 (arXiv:2103.06476), theorem 2.2, for the difference
-    between two arms to which sessions are assigned at random. With n sessions and the standard error s of the
-    difference it is s · √(2 (n ρ² + 1) / (n ρ²) · log(√(n ρ² + 1) / α)) on each side. ρ makes it narrowest at
-    `NARROWEST_AT` sessions. So it may be looked at after every session, and the first time that it excludes 0 counts.
-    """
-    mean, error = difference(newer, older)
-    rho_2 = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / NARROWEST_AT
-    n_rho_2 = (len(newer) + len(older)) * rho_2
-    margin = error * math.sqrt(2 * (n_rho_2 + 1) / n_rho_2 * math.log(math.sqrt(n_rho_2 + 1) / ALPHA))
-    return {"mean": mean, "low": mean - margin, "high": mean + margin}
-
-
-def difference(newer: Sequence[float], older: Sequence[float]) -> tuple[float, float]:
-    error = math.hypot(*(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (newer, older)))
-    return statistics.fmean(newer) - statistics.fmean(older), error
+    found = intervals.difference(newer, older, AnyTime())
+    return {"mean": found.mean, "low": found.low, "high": found.high}
 
 
 def drift(before: Iterable[float], after: Iterable[float]) -> float:

@@ -111,7 +111,7 @@ async def test_the_lift_over_the_hold_out_is_stored_and_one_that_is_certain_move
 ):
     """With 8 sessions a side or so the interval is about ± 1.3; a session of a group counts for neither side."""
     monkeypatch.setattr("proxy.features.arms.trials.LIFT_SECONDS", 0.0)
-    monkeypatch.setattr("proxy.features.arms.verdict.MIN_REWARDS", 2)
+    monkeypatch.setattr("proxy.features.arms.verdict.MIN_NUM", 2)
     async with stage.process(holdout_share=SHARE) as process:
         await process.serve(1, 2)
         held, others = await process.open_sessions("s")

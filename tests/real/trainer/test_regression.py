@@ -50,10 +50,12 @@ def shifts(good, bad):
 @pytest.mark.parametrize(
     ("good", "bad", "words"),
     [
-        # Means −0.4; the standard error is 0.1 · √2 / √2 = 0.1, and −0.4 + 0.2 is below −0.1.
-        ([-0.3, -0.5], [], "2 sessions are 0.4 nats a token less likely"),
-        # The standard error is 0.4: −0.4 + 0.8 is not.
-        ([0.0, -0.8], [], None),
+        # The mean is −0.4, its standard error 0.0577; with three degrees of freedom −0.4 + 3.18 × 0.0577 is below −0.1.
+        ([-0.3, -0.5] * 2, [], "4 sessions are 0.4 nats a token less likely"),
+        # Of two sessions nobody knows the spread: with one degree of freedom it is 12.7 standard errors.
+        ([-0.3, -0.5], [], None),
+        # The standard error is 0.23: −0.4 + 0.73 is not.
+        ([0.0, -0.8] * 2, [], None),
         ([-5.0], [], None),
         ([], [3.0, 3.0], None),
         # Bad replies rise as common good habits do: only their lead over the good ones counts.
@@ -61,7 +63,7 @@ def shifts(good, bad):
         ([-0.05, -0.05], [0.2, 0.2], "2 bad sessions gained 0.25 nats a token"),
     ],
 )
-def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_standard_errors(good, bad, words):
+def test_a_version_falls_if_good_replies_lose_or_bad_ones_certainly_gain_on_them(good, bad, words):
     _, reason = judge(shifts(good, bad), Settings(gate_drop=0.1))
     assert reason is None if words is None else words in reason
 
@@ -77,8 +79,8 @@ def test_a_version_without_finite_logprobs_falls(nats, is_good):
 
 
 def test_a_refusal_names_the_sessions_that_fell_most():
-    _, reason = judge(shifts([-0.3, -0.9, -0.5], []), Settings())
-    assert reason.endswith("What fell most: good-1 -0.90, good-2 -0.50, good-0 -0.30")
+    _, reason = judge(shifts([-0.3, -0.9, -0.5, -0.7], []), Settings())
+    assert reason.endswith("What fell most: good-1 -0.90, good-3 -0.70, good-2 -0.50, good-0 -0.30")
 
 
 def test_training_goes_back_to_the_version_before_the_first_failed_one():

@@ -1,0 +1,183 @@
+"""How often the truth lies in an interval, by simulation: bounded and skewed rewards, few and many, one look and many.
+
+The quick form draws a hundred times; `make test-all` draws a thousand, at each of the sizes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from turnwise.statistics import intervals
+from turnwise.statistics.confidence import AnyTime, Confidence, Looks, spent, student
+from turnwise.statistics.intervals import Interval
+from turnwise.statistics.off_policy import change
+
+ALPHA = 0.1
+UNIT = (0.0, 1.0)
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+REWARDS: dict[str, tuple[Draw, float, tuple[float, float] | None]] = {
+    "even": (lambda g, n: (g.random(n) < 0.5).astype(float), 0.5, UNIT),
+    "rare": (lambda g, n: (g.random(n) < 0.05).astype(float), 0.05, UNIT),
+    "parts": (lambda g, n: g.beta(0.3, 3, n), 0.3 / 3.3, UNIT),
+    "unbounded": (lambda g, n: g.lognormal(0, 0.75, n), math.exp(0.75**2 / 2), None),
+}
+SIZES = [
+    pytest.param(8, 100),
+    pytest.param(64, 100),
+    *(pytest.param(num, 1000, marks=pytest.mark.slow) for num in (8, 20, 64, 300, 2000)),
+]
+
+
+def holds(interval: Interval, truth: float) -> bool:
+    return interval.low <= truth <= interval.high
+
+
+def coverage(num_draws: int, draw: Callable[[np.random.Generator], bool]) -> float:
+    generator = np.random.default_rng(7)
+    return float(np.mean([draw(generator) for _ in range(num_draws)]))
+
+
+def least(num_draws: int, nominal: float = 1 - ALPHA) -> float:
+    """Three standard errors of a simulation below the nominal coverage."""
+    return nominal - 3 * math.sqrt(nominal * (1 - nominal) / num_draws)
+
+
+@pytest.mark.parametrize(("num", "num_draws"), SIZES)
+@pytest.mark.parametrize("kind", REWARDS)
+def test_the_interval_of_a_mean_and_of_a_difference_covers_at_one_look(kind, num, num_draws):
+    """Skewed values without bounds are the exception: the mean of a few of them covers 0.85 at nominal 0.9."""
+    draw, truth, bounds = REWARDS[kind]
+    looks = Looks(ALPHA)
+    of_mean = coverage(num_draws, lambda g: holds(intervals.mean(draw(g, num), looks, bounds), truth))
+    of_both = coverage(
+        num_draws, lambda g: holds(intervals.difference(draw(g, num), draw(g, 2 * num), looks, bounds), 0.0)
+    )
+    assert of_mean >= least(num_draws, 0.9 if bounds else 0.84)
+    assert of_both >= least(num_draws)
+
+
+@pytest.mark.parametrize(("num", "num_draws"), SIZES)
+@pytest.mark.parametrize("kind", REWARDS)
+def test_an_interval_for_all_times_covers_at_every_look(kind, num, num_draws):
+    draw, truth, bounds = REWARDS[kind]
+    looks = np.unique(np.geomspace(8, num, 20).astype(int))
+
+    def always(generator: np.random.Generator) -> bool:
+        values = draw(generator, num)
+        return all(holds(intervals.mean(values[:look], AnyTime(ALPHA), bounds), truth) for look in looks)
+
+    assert coverage(num_draws, always) >= least(num_draws)
+
+
+@pytest.mark.parametrize("confidence", [Looks(ALPHA), AnyTime(ALPHA)])
+@pytest.mark.parametrize(("num", "num_draws"), SIZES)
+@pytest.mark.parametrize("truth", [0.02, 0.5, 0.97])
+def test_the_interval_of_a_share_covers(truth, num, num_draws, confidence):
+    of = functools.cache(lambda hits: holds(intervals.share(hits, num, confidence), truth))
+    assert coverage(num_draws, lambda g: of(int(g.binomial(num, truth)))) >= least(num_draws)
+
+
+def test_several_looks_share_what_one_may_spend():
+    """Five looks at growing samples, of which the widest error is still that of all together."""
+    draw, truth, bounds = REWARDS["even"]
+
+    def always(generator: np.random.Generator, confidence: Confidence) -> bool:
+        values = draw(generator, 250)
+        return all(holds(intervals.mean(values[:num], confidence, bounds), truth) for num in range(50, 251, 50))
+
+    assert coverage(200, lambda g: always(g, Looks(ALPHA, num=5))) >= least(200)
+    assert coverage(200, lambda g: always(g, Looks(ALPHA))) < 0.86
+    assert sum(spent(ALPHA, look) for look in range(1, 100_000)) == pytest.approx(ALPHA, rel=1e-4)
+
+
+@pytest.mark.parametrize(("num", "num_draws"), SIZES)
+def test_pairs_of_one_item_are_narrower_than_their_samples_and_cover(num, num_draws):
+    looks = Looks(ALPHA)
+
+    def pair(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        ease = generator.random(num)
+        return (generator.random(num) < ease).astype(float), (generator.random(num) < ease).astype(float)
+
+    assert coverage(num_draws, lambda g: holds(intervals.paired(*pair(g), looks, UNIT), 0.0)) >= least(num_draws)
+    newer, older = pair(np.random.default_rng(1))
+    if num >= 64:
+        assert intervals.paired(newer, older, looks).error < intervals.difference(newer, older, looks).error
+
+
+@pytest.mark.parametrize(("num", "num_draws"), SIZES)
+@pytest.mark.parametrize("sharpness", [0.0, 3.0, -3.0])
+def test_a_mean_of_few_ratings_and_many_predictions_covers_whatever_predicts(sharpness, num, num_draws):
+    """A predictor that is right, worth nothing, or the wrong way round: unbiased, and not wider than ratings alone."""
+    looks, narrower = Looks(ALPHA), []
+
+    def rated(generator: np.random.Generator) -> bool:
+        truth = (generator.random(11 * num) < 0.3).astype(float)
+        score = 1 / (1 + np.exp(-sharpness * (truth - 0.5) - generator.normal(0, 0.5, 11 * num)))
+        found = intervals.predicted_mean(truth[:num], score[:num], score[num:], looks, UNIT)
+        alone = intervals.mean(truth[:num], looks, UNIT)
+        narrower.append(found.error / alone.error)
+        return holds(found, 0.3)
+
+    assert coverage(num_draws, rated) >= least(num_draws)
+    if num >= 64:
+        assert np.mean(narrower) < (0.8 if sharpness > 0 else 1.05)
+
+
+@pytest.mark.parametrize(
+    ("num", "num_draws"),
+    [pytest.param(300, 100), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (100, 300, 1000))],
+)
+@pytest.mark.parametrize("step", [0.05, 0.15])
+def test_a_change_estimated_from_another_versions_sessions_covers(step, num, num_draws):
+    """Sessions of twenty choices at p = 0.6 of a version at 0.6 - step; good as often as its choices are."""
+    looks, was, now = Looks(ALPHA), 0.6 - step, 0.6
+    refused = []
+
+    def estimated(generator: np.random.Generator) -> bool:
+        good = generator.binomial(20, was, num)
+        logs = good * math.log(now / was) + (20 - good) * math.log((1 - now) / (1 - was))
+        found = change(logs, (generator.random(num) < good / 20).astype(float), looks, UNIT)
+        refused.append(found.interval is None)
+        return found.interval is None or holds(found.interval, step)
+
+    assert coverage(num_draws, estimated) >= least(num_draws, 0.87)
+    if step < 0.1:
+        assert np.mean(refused) < 0.05
+
+
+@pytest.mark.parametrize(("num", "words"), [(60, "100 are needed"), (400, "moved too far"), (0, "no session")])
+def test_a_change_that_the_log_cannot_tell_is_refused_in_words(num, words):
+    generator = np.random.default_rng(3)
+    good = generator.binomial(60, 0.3, num)
+    logs = good * math.log(0.6 / 0.3) + (60 - good) * math.log(0.4 / 0.7)
+    found = change(logs - (math.log(max(1e-300, np.exp(logs).mean())) if num else 0), good / 60, Looks(), UNIT)
+    assert found.interval is None
+    assert words in found.reason
+
+
+def test_a_wrong_propensity_moves_the_mean_weight_from_one():
+    """The engine sampled twenty choices at 0.5 and the record says 0.55: a quarter of the sessions shows it."""
+    generator = np.random.default_rng(4)
+    found = {}
+    for sampled in (0.5, 0.58):
+        good = generator.binomial(20, sampled, 300)
+        logs = good * math.log(0.55 / 0.5) + (20 - good) * math.log(0.45 / 0.5)
+        found[sampled] = change(logs, good / 20, Looks(), UNIT)
+    assert not found[0.5].is_off
+    assert found[0.58].is_off
+    assert "must be 1" in found[0.58].reason
+
+
+def test_quantiles_and_exact_tests_equal_published_values():
+    """Student's t from the tables; Clopper and Pearson's 3 of 10; McNemar's exact test of 2 gains and 8 losses."""
+    assert [student(0.05, freedom) for freedom in (1, 2, 7, 20)] == pytest.approx(
+        [12.706, 4.303, 2.365, 2.086], abs=2e-3
+    )
+    exact = intervals.share(3, 10, Looks())
+    assert (exact.low, exact.high) == pytest.approx((0.0667, 0.6525), abs=1e-4)
+    assert intervals.sign_test(gains=2, losses=8) == pytest.approx(56 / 1024)
+    nothing = intervals.share(0, 10, Looks())
+    assert (nothing.low, nothing.high) == pytest.approx((0.0, 0.3085), abs=1e-4)

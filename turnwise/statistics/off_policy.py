@@ -1,0 +1,96 @@
+"""What a version would change, from sessions that another one sampled: importance weights, with their refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from turnwise.statistics.confidence import Confidence
+from turnwise.statistics.intervals import Bounds, Interval, Values
+
+MIN_SESSIONS = 100
+MIN_EFFECTIVE = 40
+"""Sessions that the weights must leave. Below it they fail upwards: the estimate is too high, and its interval too
+narrow."""
+NUM_STANDARD_ERRORS_OFF = 3.0
+"""How far from 1 the mean weight may lie."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """The change of the mean reward from the version that sampled to the one that is asked about."""
+
+    interval: Interval | None
+    """None where it was refused."""
+    reason: str | None
+    """Why nothing can be said."""
+    num: int
+    num_effective: float
+    """(Σ w)² / Σ w²: sessions that carry the estimate."""
+    mean_weight: float
+    """Mean of π / μ. It is 1 within its error if each μ is the probability that sampled."""
+    is_off: bool
+    """Whether the mean weight excludes 1, so that some propensity is wrong."""
+
+
+def change(log_weights: Values, rewards: Values, confidence: Confidence, bounds: Bounds) -> Change:
+    """Estimate the change of the mean reward by self-normalised weights, paired on the same sessions.
+
+    `log_weights`: log π(session) − log μ(session), one a session. Two ghosts of the largest weight, with the least and
+    the greatest reward, widen the interval where one session could carry the estimate. With weights w of mean 1 and
+    v = Σ w r / n, the standard error is that of ψ = w (r − v) − (r − mean r) (Owen 2013, "Monte Carlo theory", 9.2).
+    """
+    logs, values = np.asarray(log_weights, np.float64), np.asarray(rewards, np.float64)
+    num = len(logs)
+    if not num:
+        return Change(None, "no session is left to estimate from", 0, 0.0, math.nan, is_off=False)
+    plain = np.exp(np.clip(logs, -700, 700))
+    effective = float(np.exp(2 * _log_sum(logs) - _log_sum(2 * logs)))
+    mean_weight = float(plain.mean())
+    spread = float(plain.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    is_off = num >= MIN_SESSIONS and abs(mean_weight - 1) > NUM_STANDARD_ERRORS_OFF * spread + 1e-6
+    reason = _why_refused(num, effective, mean_weight, is_off=is_off)
+    interval = None if reason is not None else _paired(logs, values, confidence, bounds)
+    return Change(interval, reason, num, effective, mean_weight, is_off)
+
+
+def _paired(logs: Values, rewards: Values, confidence: Confidence, bounds: Bounds) -> Interval:
+    logs, rewards = np.asarray(logs, np.float64), np.asarray(rewards, np.float64)
+    estimate = _influence(logs, rewards)[0]
+    ghosts = np.full(2, logs.max())
+    _, parts = _influence(np.concatenate([logs, ghosts]), np.concatenate([rewards, bounds]))
+    num = len(logs)
+    error = float(np.sqrt(np.square(parts).sum())) / len(parts)
+    margin = confidence.margin(error, num, num - 1)
+    return Interval(estimate, estimate - margin, estimate + margin, error, num)
+
+
+def _influence(logs: Values, rewards: Values) -> tuple[float, np.ndarray]:
+    logs, rewards = np.asarray(logs, np.float64), np.asarray(rewards, np.float64)
+    weights = np.exp(logs - _log_sum(logs)) * len(logs)
+    new, old = float((weights * rewards).mean()), float(rewards.mean())
+    return new - old, weights * (rewards - new) - (rewards - old)
+
+
+def _log_sum(logs: Values) -> float:
+    logs = np.asarray(logs, np.float64)
+    top = float(logs.max())
+    return top + math.log(float(np.exp(logs - top).sum()))
+
+
+def _why_refused(num: int, effective: float, mean_weight: float, *, is_off: bool) -> str | None:
+    if num < MIN_SESSIONS:
+        return f"{num} sessions can be compared, and {MIN_SESSIONS} are needed"
+    if is_off:
+        return (
+            f"the mean weight of {num} sessions is {mean_weight:.3g} and must be 1: the stored probabilities are not "
+            "those that sampled (a temperature or a template that the record does not know)"
+        )
+    if effective < MIN_EFFECTIVE:
+        return (
+            f"only {effective / num:.1%} of what this version would do was ever logged ({effective:.0f} of {num} "
+            "sessions): it has moved too far to tell; try it on some sessions (canary)"
+        )
+    return None
