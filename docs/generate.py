@@ -117,7 +117,9 @@ def metrics() -> list[str]:
         for name, (text, *labels) in STORED.items()
     ]
     made = Metrics()
-    added = [made.counter(*each) for step in features.STEPS for each in step.counters.values()]
+    added = [
+        made.counter(*each) for kind in (*features.STEPS, *features.served().beside) for each in kind.counters.values()
+    ]
     for metric in (*vars(made).values(), *added):
         if not isinstance(metric, MetricWrapperBase):
             continue

@@ -1,4 +1,4 @@
-"""Starts and stops one proxy process: sockets, signals, open files; the whole proxy, or one of its workers."""
+"""Starts and stops one proxy process: sockets, signals, open files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,9 @@ from proxy.app import create_app
 from proxy.http.connections import LimitedHttp
 from proxy.routes.data_plane import data_plane
 from proxy.routes.edge import Edge
-from proxy.services import running_services
+from proxy.services import Process, running_services
 from proxy.settings import ProxySettings
-from proxy.workers.affinity import SessionAffinity
-from proxy.workers.parent import listening_sockets
-from proxy.workers.peers import Peers, WorkerReady, WorkerSetup
-from proxy.writer.frames import receive
 from proxy.writer.process import GC_ALLOCATIONS
-from turnwise.errors import TurnwiseError
 from turnwise.telemetry.logs import configure_logging
 
 log = logging.getLogger(__name__)
@@ -41,27 +36,6 @@ FILES_PER_CALL = 2
 """Open files of a call: the client's connection and the engine's."""
 OTHER_FILES = 100
 """Open files of an idle process: the database, its children, the libraries."""
-
-
-def run(settings: ProxySettings) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status.
-
-    Raises:
-        TurnwiseError: the proxy cannot start.
-    """
-    return _serve(settings, Peers())
-
-
-def run_worker() -> None:
-    """Run as a worker: the only argument is the descriptor of the socket to the parent, which it inherits."""
-    link = socket.socket(fileno=int(sys.argv[1]))
-    setup: WorkerSetup = receive(link)
-    peers = Peers(link)
-    try:
-        sys.exit(_serve(setup.settings, peers, setup))
-    except TurnwiseError as error:
-        peers.report_failure(error)
-        sys.exit(1)
 
 
 def allow_open_files(num_calls: int) -> None:
@@ -82,12 +56,9 @@ def allow_open_files(num_calls: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server around the services, which start before it listens and are closed after its last reply.
+    """uvicorn's server around the services, which start before it listens and are closed after its last reply."""
 
-    That of a worker reports when it serves, and takes connections of other workers.
-    """
-
-    def __init__(self, settings: ProxySettings, peers: Peers, worker: WorkerSetup | None) -> None:
+    def __init__(self, settings: ProxySettings, process: Process) -> None:
         super().__init__(
             uvicorn.Config(
                 "",  # `serve` makes the app
@@ -108,10 +79,8 @@ class _Server(uvicorn.Server):
             )
         )
         self._settings = settings
-        self._peers = peers
-        self._worker = worker
+        self._process = process
         self._log_handler = configure_logging(settings.log_level, settings.log_format)
-        self._affinity: SessionAffinity | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the services, serve until a signal, and close the services.
@@ -119,26 +88,13 @@ class _Server(uvicorn.Server):
         Raises:
             TurnwiseError: the services cannot start.
         """
-        settings, worker = self._settings, self._worker
+        settings = self._settings
         allow_open_files(settings.max_concurrent_calls)
-        directory = None if worker is None else worker.metrics_directory
         with self.capture_signals():
-            async with running_services(
-                settings,
-                self._peers,
-                directory,
-                features.STEPS,
-                features.IN_STORE,
-                features.beside(),
-                features.reload_parts(),
-            ) as services:
+            async with running_services(settings, features.served(), self._process) as services:
                 metrics = services.metrics
                 if self._log_handler is not None:
                     self._log_handler.count_lost = metrics.lost_log_lines.inc
-                if worker is not None and settings.session_affinity:
-                    self._affinity = SessionAffinity(
-                        worker.metrics_directory, worker.number, settings.workers, count=metrics.handed_over.inc
-                    )
                 edge = Edge(data_plane(create_app(services, features.ROUTES), services), services)
                 self.config.app = edge
                 self.config.http = functools.partial(  # type: ignore[assignment]  # uvicorn only calls it
@@ -146,7 +102,7 @@ class _Server(uvicorn.Server):
                     settings,
                     lambda code: metrics.refused.labels(code).inc(),
                     edge.log_head,
-                    None if self._affinity is None else self._affinity.hand_over,
+                    self._process.hand_over,
                 )
                 try:
                     await super().serve(sockets)
@@ -155,41 +111,43 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._affinity is not None:
-            self._affinity.start(self._make_protocol)
-        self._peers.announce(WorkerReady())
+        self._process.started(self._make_protocol)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._affinity is not None:
-            self._affinity.close()
+        self._process.stopping()
         await super().shutdown(sockets)
 
     def _make_protocol(self, first_data: bytes) -> LimitedHttp:
-        """Return the protocol of a connection that another worker has accepted, and read so far."""
+        """Return the protocol of a connection that another process has accepted, and read so far."""
         make: Callable[..., LimitedHttp] = self.config.http_protocol_class  # type: ignore[assignment]
         of_uvicorn = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
         return make(first_data=first_data, **of_uvicorn)
 
     def handle_exit(self, sig: int, _: FrameType | None) -> None:
-        """Stop; a terminal's ctrl-C reaches all processes, and then the parent stops the workers.
+        """Stop, unless it is for another process to say so.
 
         uvicorn would raise the signal again at the end, which ends the process before its last log lines are written.
         """
-        if not (self._worker is not None and sig == signal.SIGINT):
+        if self._process.stops_at_interrupt or sig != signal.SIGINT:
             self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
 
-def _serve(settings: ProxySettings, peers: Peers, worker: WorkerSetup | None = None) -> int:
-    """Serve until a signal; workers share the address, and uvicorn binds that of a single process."""
+def serve(settings: ProxySettings, process: Process | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status.
+
+    Raises:
+        TurnwiseError: the proxy cannot start.
+    """
+    process = process or Process()
     _hide_torch()
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()  # modules are never garbage
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
     # uvicorn loads the files too, and would end with a traceback if they are wrong.
     settings.load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "tls_certificate", "tls_key")
-    server = _Server(settings, peers, worker)
-    server.run(None if worker is None else listening_sockets(settings.host, settings.port))
+    server = _Server(settings, process)
+    server.run(process.sockets(settings))
     return 0 if server.started else 1
 
 

@@ -1,14 +1,9 @@
-"""The proxy's metrics. They count every dropped, rejected, retried and untrainable item.
-
-The workers of one proxy keep their values in files of one directory, so any of them can answer with the sums, and the
-counts of a worker that died remain.
-"""
+"""The proxy's metrics. They count every dropped, rejected, retried and untrainable item."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 from prometheus_client import (
@@ -21,8 +16,6 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 
 STORED = {
     "turnwise_groups": (
@@ -48,14 +41,11 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30
 class Metrics:
     """The metrics of one application; each application has its own registry."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        """Create all metrics.
-
-        Args:
-            directory: where all workers of the proxy keep their values; None in a proxy of one process.
-        """
+    def __init__(self) -> None:
+        """Create all metrics."""
         self.registry = CollectorRegistry()
-        self._directory = directory
+        self.sum_up: Callable[[], CollectorRegistry] = lambda: self.registry
+        """Returns what is rendered: the values of all processes of the proxy."""
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []
         self._sum = functools.partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
         """A gauge that is the sum over the workers that run."""
@@ -79,20 +69,14 @@ class Metrics:
         self._computed.append((gauge, function))
 
     def refresh(self) -> None:
-        """Store the values of this process's computed gauges, for whichever worker is asked."""
+        """Store the values of this process's computed gauges."""
         for gauge, function in self._computed:
             gauge.set(function())
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format; those of several workers are summed."""
+        """Return all metrics in Prometheus' text format."""
         self.refresh()
-        if self._directory is None:
-            return generate_latest(self.registry)
-        summed = CollectorRegistry()
-        MultiProcessCollector(summed, str(self._directory))  # type: ignore[no-untyped-call]
-        summed.register(_WorkerProcesses(self._directory))
-        PlatformCollector(registry=summed)
-        return generate_latest(summed)
+        return generate_latest(self.sum_up())
 
     def _add_calls(self) -> None:
         self.turns = self.counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
@@ -109,15 +93,12 @@ class Metrics:
         self.breaks = self.counter("turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"])
 
     def _add_refusals(self) -> None:
-        """Add the metrics of what was refused, repeated, handed over or removed."""
+        """Add the metrics of what was refused, repeated or removed."""
         self.limited = self.counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"])
         self.refused = self.counter(
             "turnwise_refused",
             "Requests that were answered with an error; `engine_STATUS` is the engine's own",
             ["code"],
-        )
-        self.handed_over = self.counter(
-            "turnwise_handed_over", "Connections handed to the worker of the session that they name"
         )
         self.retries = self.counter("turnwise_retries", "Retried operations", ["what"])
         self.greedy_tokens = self.counter(
@@ -208,21 +189,3 @@ def _with_kept_children(metric: M) -> M:
     """Let a metric find the children of its labels without a lock; none of them is ever removed."""
     metric.labels = functools.cache(metric.labels)  # type: ignore[method-assign]
     return metric
-
-
-class _WorkerProcesses:
-    """The metrics of each worker's own process, by its process id."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield each metric with a sample for each worker that runs."""
-        pids = sorted(path.stem.rpartition("_")[2] for path in self._directory.glob("gauge_livesum_*.db"))
-        found: dict[str, Metric] = {}
-        for pid in pids:
-            for metric in ProcessCollector(pid=functools.partial(int, pid), registry=None).collect():
-                merged = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                for sample in metric.samples:
-                    merged.add_sample(sample.name, {**sample.labels, "pid": pid}, sample.value)
-        yield from found.values()

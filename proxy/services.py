@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from pathlib import Path
-from typing import Any, Protocol, cast
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, cast
 
 from fastapi import Request
 
-from proxy.auth import Authenticator, Principal, open_authenticator
+from proxy.auth import Authenticator, open_authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.calls.steps import CallStep, Steps
@@ -22,14 +22,13 @@ from proxy.engines.http_client import Access
 from proxy.engines.pool import DRAIN_SECONDS, EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
-from proxy.metrics import Metrics
+from proxy.metrics import Counted, Metrics
 from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.sessions.place import Sessions
 from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
-from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, InvalidRequest, StoreError
 from turnwise.settings import READABLE
@@ -40,13 +39,14 @@ log = logging.getLogger(__name__)
 
 NUM_READERS = 8
 ANNOUNCE_SECONDS = 1.0
-"""How long an engine stays paused at most until all workers have noted what it has loaded."""
-GAUGES_SECONDS = 1.0
-"""How often a worker stores its gauges for the other workers."""
+"""How long an engine stays paused at most until all processes have noted what it has loaded."""
 
 
 class Beside:
     """What a feature does beside calls, in each process that serves."""
+
+    counters: ClassVar[Mapping[str, Counted]] = {}
+    """Its metrics by the names of its attributes that hold them."""
 
     def __init__(self, services: Services) -> None:
         """Take the services before they are started."""
@@ -55,24 +55,51 @@ class Beside:
         """Run until cancelled."""
 
 
-class Consents(Protocol):
-    """Withdraws consent; a feature provides it."""
+class Process:
+    """What one process of a proxy does with the others; this one serves alone."""
 
-    async def narrow(self, wanted: Session, stored: Session) -> Session:
-        """Return a stored session with what a request for it denies, stored as well."""
+    is_shared = False
+    """Whether calls of a session may reach other processes in its course."""
+    stops_at_interrupt = True
+    """Whether a terminal's ctrl-C stops it; it reaches all processes."""
+    hand_over: Callable[[asyncio.Transport, bytes], bool] | None = None
+    """Takes a connection between two requests, and the first bytes of the next; returns whether another took it."""
+
+    def sockets(self, settings: ProxySettings) -> list[socket.socket] | None:  # noqa: ARG002
+        """Return the bound sockets to listen on; None lets the server bind them."""
+        return None
+
+    async def connect(self, services: Services) -> None:
+        """Follow, by `Services.changes`, what others change from now on."""
+
+    def tell(self, change: str, *of: str) -> None:
+        """Tell the others what this one has changed."""
+
+    async def confirm(self, seconds: float, change: str, *of: str) -> None:
+        """Tell the others what this one has changed, and wait at most so long until they have followed."""
+
+    def started(self, make_protocol: Callable[[bytes], Any]) -> None:
+        """Take what others hand over: this process listens. The function makes protocols, of what was read before."""
+
+    def stopping(self) -> None:
+        """Take nothing more: this process is about to stop listening."""
+
+    def close(self) -> None:
+        """Leave the others."""
 
 
-class TokenBudgets(Protocol):
-    """Counts the tokens of callers; a feature provides it."""
+class Features(NamedTuple):
+    """What stands beside the core in a process that serves; by default nothing."""
 
-    are_set: bool
-    """Whether every caller's tokens are counted; otherwise those of keys with a budget of their own."""
+    steps: Iterable[type[CallStep]] = ()
+    in_store: tuple[str, ...] = ()
+    """Modules of what features have in the store."""
+    beside: Iterable[type[Beside]] = ()
+    reload: ReloadParts = CORE
+    """How engines are brought to versions."""
 
-    async def check(self, principal: Principal) -> None:
-        """Check that the caller's key and tenant have tokens left."""
 
-    def charge(self, principal: Principal, num_tokens: int) -> None:
-        """Add tokens to those that the caller has used."""
+NO_FEATURES = Features()
 
 
 async def refuse_media(call: Call) -> None:
@@ -90,24 +117,16 @@ class Services:
         settings: ProxySettings,
         database: Database,
         authenticator: Authenticator,
-        peers: Peers,
-        metrics_directory: Path | None,
-        steps: Iterable[type[CallStep]] = (),
-        in_store: tuple[str, ...] = (),
-        beside: Iterable[type[Beside]] = (),
-        reload_parts: ReloadParts = CORE,
+        features: Features,
+        process: Process,
     ) -> None:
-        """Connect the services.
-
-        `steps` are those of all features, `in_store` the modules of what they have in the store, `beside` what they do
-        beside calls, and `reload_parts` how engines are brought to versions.
-        """
         faults = FaultPoints(settings.fault)
         self.settings = settings
-        self.peers = peers
-        self.metrics = metrics = Metrics(metrics_directory)
+        self.process = process
+        self.metrics = metrics = Metrics()
         self.database = database
-        self.writer = Writer(settings, metrics, in_store)
+        self.authenticator = authenticator
+        self.writer = Writer(settings, metrics, features.in_store)
         self.pool = EnginePool(
             settings.engine,
             metrics,
@@ -119,13 +138,13 @@ class Services:
         )
         self.take_media: Callable[[Call], Awaitable[None]] = refuse_media
         """What reads the media in a call's messages; without a feature that does, such a call is refused."""
-        self.redact: Callable[[Any], Any] | None = None
-        """What a feature leaves of a document that a client gave; None stores it as it is."""
-        self.consents: Consents | None = None
-        """What withdraws consent to sessions; None without such a feature."""
-        self.budgets: TokenBudgets | None = None
-        """What counts the tokens of callers; None without such a feature."""
-        self.steps = Steps(steps, self)
+        self.stored_document: Callable[[Any], Any] = lambda document: document
+        """What the control plane stores of a JSON document that a client gave; a feature may leave something out."""
+        self.stored_text: Callable[[str | None], str | None] = lambda text: text
+        """The same of a free text."""
+        self.reopened: list[Callable[[Session, Session], Awaitable[Session]]] = []
+        """Rules for a session that is created again: each takes what is wanted and what is stored, which it returns."""
+        self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
         self.sessions = Sessions(
             database,
@@ -134,30 +153,16 @@ class Services:
             metrics,
             faults,
             self.pool.context_tokens,
+            is_shared=process.is_shared,
             opened=self.steps.opened,
             entered=self.steps.entered,
         )
         self.retries = Retries(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
         self.reading = ReadingProcess()
-        self.reloader = Reloader(
-            database,
-            self.writer,
-            self.pool,
-            settings,
-            metrics,
-            check_engine=self._check_engine,
-            faults=faults,
-            announce=lambda engine: peers.confirm(
-                WeightsLoaded(engine.url, str(engine.loaded_version)), ANNOUNCE_SECONDS
-            ),
-            reserve=lambda engine: peers.confirm(EngineReserved(engine.url), DRAIN_SECONDS + ANNOUNCE_SECONDS),
-            files=VersionFiles(self.reading),
-            parts=reload_parts,
-        )
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
-        self.authenticator = authenticator
+        self.reloader = self._reloader(faults, features.reload)
         self.num_calls = 0
         """Calls that run: from their admission, which counts them, to the last byte of their reply."""
         self.idle = asyncio.Event()
@@ -165,43 +170,57 @@ class Services:
         self.idle.set()
         self.bodies = Bodies(settings.max_body_bytes)
         self.sweeper = Sweeper(settings, database, authenticator, self.writer, metrics, self.forget_session)
-        self.beside: dict[type[Beside], Any] = {kind: kind(self) for kind in beside}
+        self.beside: dict[type[Beside], Any] = {kind: self._made(kind) for kind in features.beside}
         """What features do beside calls, by its class."""
 
+    def _made(self, kind: type[Beside]) -> Beside:
+        made = kind(self)
+        vars(made).update({name: self.metrics.counter(*each) for name, each in kind.counters.items()})
+        return made
+
+    def _reloader(self, faults: FaultPoints, parts: ReloadParts) -> Reloader:
+        confirm = self.process.confirm
+        return Reloader(
+            self.database,
+            self.writer,
+            self.pool,
+            self.settings,
+            self.metrics,
+            check_engine=self._check_engine,
+            faults=faults,
+            announce=lambda engine: confirm(ANNOUNCE_SECONDS, "weights", engine.url, str(engine.loaded_version)),
+            reserve=lambda engine: confirm(DRAIN_SECONDS + ANNOUNCE_SECONDS, "reserved", engine.url),
+            files=VersionFiles(self.reading),
+            parts=parts,
+        )
+
     def forget_session(self, tenant: str, session_id: str) -> None:
-        """Remove a session from the memory of all workers, because its row in the store has changed."""
+        """Remove a session from the memory of all processes, because its row in the store has changed."""
         self.sessions.cache.drop((tenant, session_id))
-        self.peers.announce(SessionChanged(tenant, session_id))
-
-    def redacted(self, document: Any) -> Any:
-        """Return what the control plane stores of a JSON document that a client gave."""
-        return document if self.redact is None else self.redact(document)
-
-    def redacted_text(self, text: str | None) -> str | None:
-        """Return what is stored of a free text; `redactor_failed` where that cannot be found, as with turns."""
-        try:
-            return cast("str | None", self.redacted(text))
-        except Exception:  # the redactor is another program's
-            log.exception("the redactor failed at a reason or a note, which is stored without its text")
-            return "redactor_failed"
+        self.process.tell("session", tenant, session_id)
 
     def forget_keys(self) -> None:
         self.authenticator.forget()
-        self.peers.announce(KeysChanged())
+        self.process.tell("keys")
 
-    async def apply_change(self, change: Change) -> None:
-        """Apply what another worker has changed in the store."""
-        match change:
-            case SessionChanged(tenant, session_id):
-                self.sessions.cache.drop((tenant, session_id))
-            case KeysChanged():
-                self.authenticator.forget()
-            case EngineReserved(engine_url):
-                engine = self.pool.engine_at(engine_url)
-                if engine is not None:
-                    await self.pool.drain(engine, DRAIN_SECONDS)
-            case WeightsLoaded(engine_url, label):
-                self.pool.note_label(engine_url, label)
+    @property
+    def changes(self) -> Mapping[str, Callable[..., Awaitable[None]]]:
+        """What to do when another process has changed something, by its name."""
+
+        async def session(tenant: str, session_id: str) -> None:
+            self.sessions.cache.drop((tenant, session_id))
+
+        async def keys() -> None:
+            self.authenticator.forget()
+
+        async def reserved(engine_url: str) -> None:
+            if (engine := self.pool.engine_at(engine_url)) is not None:
+                await self.pool.drain(engine, DRAIN_SECONDS)
+
+        async def weights(engine_url: str, label: str) -> None:
+            self.pool.note_label(engine_url, label)
+
+        return {each.__name__: each for each in (session, keys, reserved, weights)}
 
     async def _check_engine(self, engine: Engine) -> None:
         """Check an engine's features, and reject it if capture would not be exact.
@@ -227,7 +246,7 @@ class Services:
             await asyncio.wait_for(self.idle.wait(), self.settings.commit_timeout_seconds)
         await self.pool.close()
         self.reading.close()
-        self.peers.close()
+        self.process.close()
         await self.steps.close()
         with contextlib.suppress(StoreError):
             await self.sweeper.record_key_uses()
@@ -241,13 +260,7 @@ def services_of(request: Request) -> Services:
 
 @contextlib.asynccontextmanager
 async def running_services(
-    settings: ProxySettings,
-    peers: Peers,
-    metrics_directory: Path | None,
-    steps: Iterable[type[CallStep]] = (),
-    in_store: tuple[str, ...] = (),
-    beside: Iterable[type[Beside]] = (),
-    reload_parts: ReloadParts = CORE,
+    settings: ProxySettings, features: Features = NO_FEATURES, process: Process | None = None
 ) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
@@ -261,17 +274,14 @@ async def running_services(
     for file in readable_files(settings.database.get_secret_value()):
         log.warning(READABLE, file, file)
     authenticator = await asyncio.to_thread(open_authenticator, database, settings)
-    services = Services(
-        settings, database, authenticator, peers, metrics_directory, steps, in_store, beside, reload_parts
-    )
+    services = Services(settings, database, authenticator, features, process or Process())
     await services.writer.start()
     await services.reading.start()
-    await peers.connect(services.apply_change)
+    await services.process.connect(services)
     await services.reloader.start()
     background = [
         services.reloader.run(),
         services.sweeper.run(),
-        _refresh_gauges(services.metrics),
         *(each.run() for each in services.beside.values()),
     ]
     tasks = [asyncio.create_task(each) for each in background]
@@ -282,9 +292,3 @@ async def running_services(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await services.close()
-
-
-async def _refresh_gauges(metrics: Metrics) -> None:
-    while True:
-        metrics.refresh()
-        await asyncio.sleep(GAUGES_SECONDS)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import ssl
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
@@ -21,9 +20,6 @@ CACHE_TENTHS = {"turns": 4, "messages": 4, "tokens": 1, "answers": 1}
 class ProxySettings(Settings):
     """Settings of one proxy."""
 
-    DIVIDED: ClassVar[tuple[str, ...]] = ("max_concurrent_calls", "cache_bytes")
-    """Settings of the whole proxy that each worker gets a share of; a feature's settings have a tuple of their own."""
-
     engine: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
     """vLLM base URLs. Each listens on loopback or a private network only."""
     database: SecretStr = SecretStr("sqlite:///turnwise.db")
@@ -31,12 +27,6 @@ class ProxySettings(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs at least one API key in the store."""
     port: int = Field(default=8100, ge=0, le=65535)
-    workers: int = Field(default=1, ge=1, le=256)
-    """Serving processes behind the port, each with a process that writes and one that reads versions' files. Limits of
-    calls and rates, and the bytes and sessions kept in memory, are divided by it."""
-    session_affinity: bool = True
-    """With several workers, hand a connection to the worker of the session that its next request names, so that one
-    worker has the conversation in memory. Off, and over HTTPS, connections stay where the kernel puts them."""
     tls_certificate: Path | None = None
     """PEM file with the certificate chain; with it and `tls_key` the proxy serves HTTPS."""
     tls_key: Path | None = None
@@ -188,12 +178,6 @@ class ProxySettings(Settings):
         key = self.engine_api_key
         headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
         return {"headers": headers, "verify": self.engine_tls() or True, "trust_env": False}
-
-    def divided(self) -> Self:
-        """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""
-        names = {name for each in type(self).__mro__ for name in vars(each).get("DIVIDED", ())}
-        limits = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return self.model_copy(update={name: math.ceil(value / self.workers) for name, value in limits.items()})
 
     @field_validator("model_names", mode="before")
     @classmethod

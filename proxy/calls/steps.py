@@ -7,7 +7,7 @@ that are on, so what is off costs a call nothing. The order of the methods is th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from proxy.dialects.registry import DIALECTS
 
@@ -28,6 +28,8 @@ class CallStep:
     """What lists show besides while it is on."""
     dialects: ClassVar[frozenset[str]] = frozenset(each.name for each in DIALECTS)
     """Whose calls it is `asked` of."""
+    session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
+    """Fields of a new session that it serves, each with what raises a `ValueError` at a value that it refuses."""
     counters: ClassVar[Mapping[str, Counted]] = {}
     """Its metrics by the names of its attributes that hold them."""
 
@@ -76,6 +78,9 @@ class CallStep:
         """End what runs beside calls, when the process ends and no call runs any more."""
 
 
+StepT = TypeVar("StepT", bound=CallStep)
+
+
 class Steps:
     """The steps that are on, in their order, by the places that they have a part in."""
 
@@ -88,6 +93,7 @@ class Steps:
                 vars(step).update(metrics)
                 self._on.append(step)
         self.rows = tuple(make for step in self._on for make in step.rows)
+        self.session_fields = {name: check for step in self._on for name, check in step.session_fields.items()}
         self.columns = [column for step in self._on for column in step.columns]
         self.admitted = self._overridden(lambda kind: kind.admitted)
         self.opened = self._overridden(lambda kind: kind.opened)
@@ -106,6 +112,10 @@ class Steps:
     def asked_in(self, dialect: str) -> list[Any]:
         """Return the steps of calls of one dialect that were read."""
         return [step for step in self._overridden(lambda kind: kind.asked) if dialect in step.__self__.dialects]
+
+    def of(self, kind: type[StepT]) -> StepT:
+        """Return the step of a feature that is on."""
+        return next(step for step in self._on if isinstance(step, kind))
 
     async def close(self) -> None:
         for step in self._on:

@@ -26,11 +26,10 @@ from proxy.features.retention.settings import RetentionSettings
 from proxy.features.sleep.settings import SleepSettings
 from proxy.features.supports import Supports, SupportSettings
 from proxy.features.upstream.settings import UpstreamSettings
-from proxy.settings import ProxySettings
+from proxy.features.workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from proxy.reload.parts import ReloadParts
-    from proxy.services import Beside
+    from proxy.services import Features
 
 STEPS: tuple[type[CallStep], ...] = (
     CallLimits,
@@ -75,26 +74,23 @@ class Settings(
     RetentionSettings,
     FeedbackSettings,
     UpstreamSettings,
-    ProxySettings,
+    WorkerSettings,
 ):
     """Settings of one proxy with all of its features."""
 
 
-def beside() -> tuple[type[Beside], ...]:
-    """Return what features do beside calls; only a process that serves imports it."""
+def served() -> Features:
+    """Return what stands beside the core; only a process that serves imports all of it."""
+    from proxy.features.arms.trials import Trials
     from proxy.features.exports import Exports
     from proxy.features.freed_memory import FreedMemory
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
-    from proxy.features.upstream.routes import UpstreamClient
-
-    return (Page, Exports, Retention, FreedMemory, UpstreamClient)
-
-
-def reload_parts() -> ReloadParts:
-    """Return how engines are brought to versions; only a process that serves imports it."""
-    from proxy.features.arms.trials import Trials
     from proxy.features.sleep.sleeper import Sleeper
+    from proxy.features.upstream.routes import UpstreamClient
+    from proxy.features.workers.worker import Workers
     from proxy.reload.parts import ReloadParts
+    from proxy.services import Features
 
-    return ReloadParts(Trials, Sleeper)
+    beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Workers)
+    return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from proxy.routes.calls import admitted
 from proxy.routes.control import Caller, CheckedRoute, Here, Id, answer, describe_answer
 from proxy.routes.declared import Routes
-from proxy.routes.sessions import NewSession, new_session_json
+from proxy.routes.sessions import NewSession, check_fields, new_session_json
 from proxy.services import Services
 from proxy.sessions.identities import check_id
 from turnwise.features import forks
@@ -46,6 +46,7 @@ async def fork_turn(
     same `session_id`, the call answers with the same session.
     """
     wanted = fork or Fork()
+    check_fields(wanted, services)
 
     def read(connection: Connection) -> tuple[Session, int, int]:
         forked_id = selection.session_of_turn(connection, principal.tenant, turn_id)
@@ -65,7 +66,7 @@ async def fork_turn(
         key_id=principal.root_key_id,
         opened_by="api",
         metadata={
-            **services.redacted(wanted.metadata),
+            **services.stored_document(wanted.metadata),
             "forked_from": {"session_id": forked.session_id, "turn_id": turn_id},
         },
         **fields | {name: getattr(forked, name) for name in left_out},

@@ -35,7 +35,7 @@ async def set_label(
     session_id: Id, label: LabelName, services: Here, principal: Caller, wanted: NewLabel | None = None
 ) -> Response:
     """Give a session a label, or replace the label's note; the session may be over. Labels do not affect training."""
-    note = None if wanted is None else services.redacted_text(wanted.note)
+    note = None if wanted is None else services.stored_text(wanted.note)
     given = Label(label=label, note=note, written_by=principal.key_id)
     labelled = await services.writer.do(labels.set_label, principal.tenant, session_id, given)
     return answer(await session_json(labelled, services))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from proxy.calls.steps import CallStep
-from proxy.sessions.pinnable import check_pinnable
 from turnwise.sampling import with_numbers
 from turnwise.settings import FromJson, Settings
 from turnwise.store.selection import takes
@@ -28,12 +27,35 @@ if TYPE_CHECKING:
     from proxy.metrics import Counted
     from proxy.services import Services
 
+PINNABLE = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+        *("allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls"),
+        *("response_format", "structured_outputs"),
+    }
+)
+"""Request fields that a session or a pin can set for all of its calls."""
 ASKED = "asked"
 """Key of a turn's sampling with what the call asked for in the place of pinned parameters, None where it set none."""
 EXPLORED = "explored"
 """Key of a turn's sampling that is true where a greedy call was sampled at a temperature."""
 _EXPLORATION = -1
 """Stands for a version where the sessions that explore are drawn."""
+
+
+def check_pinnable(sampling: Mapping[str, Any]) -> None:
+    """Check that parameters can be set for many calls.
+
+    Raises:
+        ValueError: some cannot.
+    """
+    if refused := sorted(sampling.keys() - PINNABLE):
+        raise ValueError(
+            f"{', '.join(refused)} cannot be set for a whole session, because it changes more than the sampling of "
+            f"a reply; set it in each call, or set one of {', '.join(sorted(PINNABLE))}"
+        )
 
 
 class PinSettings(Settings):
@@ -98,6 +120,7 @@ class Pins:
 class PinStep(Pins, CallStep):
     """Pins what the operator or the session's creator wants, and lets greedy sessions explore."""
 
+    session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {"sampling": check_pinnable}
     counters: ClassVar[Mapping[str, Counted]] = {
         "explored": ("turnwise_explored", "Greedy calls that were sampled at a temperature", ())
     }

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import Field, StrictBool, field_validator, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, StrictBool, model_validator
 
 from proxy.auth import Principal
 from proxy.routes.control import (
@@ -34,7 +35,6 @@ from proxy.routes.control import (
 from proxy.routes.training_note import training_note
 from proxy.services import Services
 from proxy.sessions.identities import SESSION_ID, check_has_policy, check_id
-from proxy.sessions.pinnable import check_pinnable
 from turnwise.store import policies, selection, sessions, statements, turns
 from turnwise.store.database import Connection
 from turnwise.store.selection import SessionFilter
@@ -110,12 +110,6 @@ class NewSession(Body):
     key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
     """Lifetime of the session key; by default it is valid while the session exists and the creating key is valid."""
 
-    @field_validator("sampling")
-    @classmethod
-    def _can_be_pinned(cls, sampling: dict[str, Any]) -> dict[str, Any]:
-        check_pinnable(sampling)
-        return sampling
-
     @model_validator(mode="after")
     def _gamma_has_an_effect(self) -> NewSession:
         if self.gamma and self.credit is Credit.PROPAGATE:
@@ -123,6 +117,27 @@ class NewSession(Body):
         if not self.record:
             self.train = False
         return self
+
+
+OF_FEATURES = frozenset({"sampling", "record"})
+"""Fields of a new session that have an effect only where a feature serves them."""
+
+
+def check_fields(wanted: NewSession, services: Services) -> None:
+    """Check what is wanted of features.
+
+    Raises:
+        RequestValidationError: none serves a field, which is then as unknown as any other; or one refuses its value.
+    """
+    for name in sorted(wanted.model_fields_set & OF_FEATURES):
+        error = {"type": "extra_forbidden", "loc": ("body", name), "msg": "no such field"}
+        if name in services.steps.session_fields:
+            try:
+                services.steps.session_fields[name](getattr(wanted, name))
+                continue
+            except ValueError as refused:
+                error |= {"type": "value_error", "msg": str(refused)}
+        raise RequestValidationError([error])
 
 
 class WantedRole(Body):
@@ -154,6 +169,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     Fields that are left out do not change. All fields of an open session can change until its group is complete; of a
     session that is over, only `metadata` and `user_id` can change.
     """
+    check_fields(wanted, services)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "policy"})
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     policy_id = principal.policy_id
@@ -162,11 +178,11 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
         policy_id = named.policy_id
     services.pool.check_in_use(policy_id)
     of: Json = {"tenant": principal.tenant, "policy_id": policy_id, "key_id": principal.root_key_id, "opened_by": "api"}
-    fields["metadata"] = services.redacted(wanted.metadata)
+    fields["metadata"] = services.stored_document(wanted.metadata)
     session = Session(session_id=session_id, **of, **fields)
     stored = await services.sessions.cache.create(session)
-    if services.consents is not None:
-        stored = await services.consents.narrow(session, stored)
+    for rule in services.reopened:
+        stored = await rule(session, stored)
     if wanted.policy is not None:
         check_has_policy(stored, policy_id, wanted.policy, param="policy")
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
@@ -261,7 +277,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
         reward = Reward(session_id=session_id, tenant=principal.tenant, value=given.reward, written_by=principal.key_id)
     reason = given.termination_reason
     if reason is not None and not FIXED_REASON.fullmatch(reason):
-        reason = services.redacted_text(reason)
+        reason = services.stored_text(reason)
     session = await services.writer.do(sessions.end_session, principal.tenant, session_id, reason, reward=reward)
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()

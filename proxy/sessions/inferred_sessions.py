@@ -16,7 +16,6 @@ import cachetools
 from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
 from proxy.sessions.memory import MAX_SESSIONS, LiveSession, SessionCache
-from proxy.settings import ProxySettings
 from turnwise.store import conversations
 from turnwise.store.database import Connection, Database
 from turnwise.types import Json, SessionStatus
@@ -53,12 +52,10 @@ class SessionIds(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
 class InferredSessions:
     """Finds sessions by the conversations and the tool calls that they contain."""
 
-    def __init__(
-        self, cache: SessionCache, database: Database, settings: ProxySettings, reserved: Container[str]
-    ) -> None:
+    def __init__(self, cache: SessionCache, database: Database, reserved: Container[str], *, is_shared: bool) -> None:
         self._cache = cache
         self._database = database
-        self._is_shared = settings.workers > 1
+        self._is_shared = is_shared
         self._reserved = reserved
         """Ids of the turns that running calls extend."""
         self._ids = SessionIds(MAX_SESSIONS)

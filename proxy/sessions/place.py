@@ -92,6 +92,7 @@ class Sessions:
         faults: FaultPoints | None = None,
         context_tokens: Callable[[], float] = lambda: math.inf,
         *,
+        is_shared: bool = False,
         opened: Sequence[Callable[[Session], Session]] = (),
         entered: Sequence[Callable[[Call, Session, str], None]] = (),
     ) -> None:
@@ -108,9 +109,9 @@ class Sessions:
         self._threads = RenderThreads()
         self._reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
-        self._is_shared = settings.workers > 1
+        self._is_shared = is_shared
         """Whether calls of a session may reach other processes in its course."""
-        self._inferred = InferredSessions(self.cache, database, settings, self._reserved)
+        self._inferred = InferredSessions(self.cache, database, self._reserved, is_shared=is_shared)
         self.conversations = Conversations(settings.cache_share("messages"))
         self.learn_template(None)
 

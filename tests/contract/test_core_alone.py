@@ -18,22 +18,26 @@ SECONDS = 300.0
 
 
 def play(store: str, engine: str, num_calls: int) -> list[str]:
-    """Play calls in a process of its own, because this one has imported features; return those that it imported."""
+    """Play calls in a process of its own, because this one has imported features; return how it refuses others."""
     program = f"{SCRIPT}; import runpy; runpy.run_module('support.core_alone', run_name='__main__')"
     argv = [sys.executable, "-c", program, store, engine, str(num_calls)]
     played = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert played.returncode == 0, played.stderr
-    imported: list[str] = json.loads(played.stdout.splitlines()[-1])
-    return imported
+    refused, imported = json.loads(played.stdout.splitlines()[-1])
+    assert imported == []
+    return refused
 
 
 def test_a_proxy_without_features_plays_a_session_stores_it_exactly_and_continues_it_from_the_store(tmp_path):
-    """Two calls, whole and streamed; another process continues with two more."""
+    """Two calls, whole and streamed; another process continues with two more. What only features serve is refused."""
     database = new_database(tmp_path / "turnwise.db")
     store = f"sqlite:///{tmp_path / 'turnwise.db'}"
     with running_fake_engine() as engine:
-        assert play(store, engine.url, 2) == []
-        assert play(store, engine.url, 2) == []
+        refused = [play(store, engine.url, 2) for _ in range(2)]
+    assert refused[0][0].startswith("the chat call has media, and this proxy serves text alone")
+    assert refused[0][1:] == [
+        f"`{field}`: no such field; GET /openapi.json lists the fields." for field in ("sampling", "record", "colour")
+    ]
     with database.read() as connection:
         views, _ = read_turns(connection, "default", "s")
     turns = [view.turn for view in views]

@@ -14,9 +14,8 @@ from turnwise_fake_engine import running_fake_engine
 from proxy.app import create_app
 from proxy.http.connections import CLOSING, LEFT
 from proxy.routes.data_plane import data_plane
-from proxy.services import running_services
+from proxy.services import NO_FEATURES, Features, running_services
 from proxy.settings import ProxySettings
-from proxy.workers.peers import Peers
 
 if TYPE_CHECKING:
     from turnwise.store.database import Database
@@ -38,9 +37,7 @@ def in_process_proxy(
     database = Database(migrated(url))
     with running_fake_engine() as engine:
         given = features.Settings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
-        parts = {"steps": features.STEPS, "in_store": features.IN_STORE}
-        parts |= {"beside": features.beside(), "reload_parts": features.reload_parts()}
-        with served(given, wrap, routes=features.ROUTES, **parts) as http:
+        with served(given, wrap, routes=features.ROUTES, features=features.served()) as http:
             yield http, database
     database.close()
 
@@ -51,7 +48,7 @@ def served(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     *,
     routes: tuple[str, ...] = (),
-    **features: Any,
+    features: Features = NO_FEATURES,
 ) -> Iterator[TestClient]:
     """Serve with features as `create_app` and `running_services` take them; none are imported here."""
     app: ASGIApp
@@ -59,7 +56,7 @@ def served(
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         nonlocal app
-        async with running_services(given, Peers(), None, **features) as services:
+        async with running_services(given, features) as services:
             app = wrap(data_plane(create_app(services, routes), services))
             yield
 

@@ -16,7 +16,7 @@ from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
-from proxy.features import IN_STORE, Settings, reload_parts
+from proxy.features import IN_STORE, Settings, served
 from proxy.metrics import Metrics
 from proxy.reload.driver import Reloader
 from proxy.reload.parts import ReloadParts
@@ -54,7 +54,7 @@ class Process:
             announce=self._announce,
             reserve=self._reserve,
             files=VersionFiles(self.reading),
-            parts=parts or reload_parts(),
+            parts=parts or served().reload,
         )
 
     async def _probe(self, engine: Engine) -> None:

@@ -151,9 +151,10 @@ def _read(link: socket.socket) -> None:
 def _serve(link: socket.socket) -> None:
     from prometheus_client import values
 
-    from proxy.main import run_worker
+    from proxy.features.workers.worker import run_worker
+    from proxy.main import serve
 
     _fork_own_processes()
     if _is_started(link, WORKER_NAME):
         values.ValueClass = values.get_value_class()
-        run_worker()
+        run_worker(serve)

@@ -19,7 +19,7 @@ from turnwise.errors import EngineError, SettingsError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
-    from proxy.settings import ProxySettings
+    from proxy.features import Settings as ProxySettings
     from trainer.features import Settings
     from turnwise.processes.engine_command import EngineSettings
     from turnwise.rewards.posting import Poster
@@ -32,9 +32,9 @@ def _run_proxy(settings: ProxySettings) -> None:
     from turnwise.processes.ports import check_port_is_free
 
     if settings.workers > 1:
-        from proxy.workers.parent import run
+        from proxy.features.workers.parent import run
     else:
-        from proxy.main import run
+        from proxy.main import serve as run
     check_port_is_free("the proxy", settings.host, settings.port)
     database = settings.database.get_secret_value()
     with opened(database):  # brings the tables of an SQLite file up to date

@@ -30,6 +30,7 @@ Restrict = Callable[..., Coroutine[Any, Any, int]]
 class ConsentStep(CallStep):
     """Marks the sessions of calls that deny training or recording."""
 
+    session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {"record": lambda _: None}
     counters: ClassVar[Mapping[str, Counted]] = {
         "restricted": (
             "turnwise_restricted_sessions",
@@ -41,7 +42,7 @@ class ConsentStep(CallStep):
 
     def __init__(self, services: Services) -> None:
         self._writer = services.writer
-        services.consents = self
+        services.reopened.append(self.narrow)
 
     async def asked(self, running: Running) -> None:
         call, headers = running.call, running.request_headers
@@ -88,8 +89,7 @@ class ConsentStep(CallStep):
 
 
 def restrict_by(services: Services) -> Restrict:
-    assert isinstance(services.consents, ConsentStep)
-    return services.consents.restrict
+    return services.steps.of(ConsentStep).restrict
 
 
 def _deny(call: Call, headers: Headers, metadata: Json) -> None:

@@ -32,12 +32,24 @@ class Redaction(CallStep):
         settings = services.settings
         assert isinstance(settings, ConsentSettings)
         assert settings.redactor is not None
-        services.redact = functools.partial(redacted_document, redact=load_object(settings.redactor, "redactor"))
+        self._redact = load_object(settings.redactor, "redactor")
+        services.stored_document, services.stored_text = self._document, self._text
         self.rows = (functools.partial(_row_redactor, settings.redactor),)
 
     @classmethod
     def is_on(cls, settings: ProxySettings) -> bool:
         return isinstance(settings, ConsentSettings) and settings.redactor is not None
+
+    def _document(self, document: Any) -> Any:
+        return redacted_document(document, self._redact)
+
+    def _text(self, text: str | None) -> str | None:
+        """Return what is stored of a free text; `redactor_failed` where that cannot be found, as with turns."""
+        try:
+            return None if text is None else self._redact(text)
+        except Exception:  # the redactor is another program's
+            log.exception("the redactor failed at a reason or a note, which is stored without its text")
+            return "redactor_failed"
 
 
 def _row_redactor(redactor: str) -> Callable[[TurnRow], TurnRow]:

@@ -18,6 +18,7 @@ from proxy.auth import Principal
 from proxy.dialects.base import template_arguments
 from proxy.features.feedback.prompts import hinted_ids, reply_ids
 from proxy.features.feedback.settings import FeedbackRewards, FeedbackSettings
+from proxy.features.limits import CallLimits
 from proxy.routes.control import (
     Body,
     Caller,
@@ -144,10 +145,10 @@ async def post_feedback(
     algorithm of this name trains. The request can be repeated.
     """
     template = services.sessions.template
-    clean = services.redacted(wanted.value)
+    clean = services.stored_document(wanted.value)
     given, group = await services.database.fetch(_feedback, template, principal, wanted, clean)
-    budgets = services.budgets
-    if group and budgets is not None and (budgets.are_set or principal.has_budget):
+    budgets = services.steps.of(CallLimits).budgets
+    if group and (budgets.are_set or principal.has_budget):
         await budgets.check(principal)
     stored = await services.writer.do(
         feedback.add,
@@ -158,7 +159,7 @@ async def post_feedback(
         body_digest=body_digest(await request.body()),
         retrain=services.settings.retrain_revised,
     )
-    if budgets is not None and stored.group_id == given.group_id:
+    if stored.group_id == given.group_id:
         budgets.charge(principal, _num_tokens(group))
     return answer(_feedback_json(stored))
 

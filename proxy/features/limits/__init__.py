@@ -24,7 +24,7 @@ class CallLimits(CallStep):
         assert isinstance(settings, LimitSettings)
         self._services = services
         self._limits = Limits(settings, settings.max_concurrent_calls, services.metrics)
-        self.budgets = services.budgets = Budgets(settings, services.database, services.writer, services.metrics)
+        self.budgets = Budgets(settings, services.database, services.writer, services.metrics)
         self.columns = (TOKENS_USED._replace(read=used_tokens(self.budgets.since_day)),)
 
     async def admitted(self, running: Running) -> None:

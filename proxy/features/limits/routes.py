@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from proxy.features.limits.budgets import Budgets
+from proxy.features.limits import CallLimits
 from proxy.routes.control import Caller, CheckedRoute, Here, answer, describe_answer
 from proxy.routes.declared import Routes
 
@@ -37,8 +37,7 @@ class Budget:
 @router.get("/budget", responses=describe_answer("BudgetAnswer"))
 async def budget(services: Here, principal: Caller) -> Response:
     """Return the token budgets of the caller's key and tenant, and what is used of them."""
-    budgets = services.budgets
-    assert isinstance(budgets, Budgets)
+    budgets = services.steps.of(CallLimits).budgets
     accounts = await budgets.accounts(principal)
     key, tenant = [Spending(account.budget, account.num_tokens) for account in accounts]
     return answer(Budget(key, tenant, budgets.days))

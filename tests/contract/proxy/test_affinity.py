@@ -19,9 +19,9 @@ import uvloop
 from support.waiting import WAIT_SECONDS
 from uvicorn.server import ServerState
 
+from proxy.features.workers.affinity import SessionAffinity, session_name
 from proxy.http.connections import LimitedHttp
 from proxy.settings import ProxySettings
-from proxy.workers.affinity import SessionAffinity, session_name
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 from support.waiting import WAIT_SECONDS
 
-from proxy.settings import ProxySettings
-from proxy.workers.parent import _Worker, _Workers
-from proxy.workers.peers import (
+from proxy.features.workers.parent import _Worker, _Workers
+from proxy.features.workers.peers import (
     Awaited,
     Change,
     Confirmed,
-    KeysChanged,
     Peers,
-    WeightsLoaded,
     WorkerReady,
     WorkerSetup,
 )
+from proxy.features.workers.settings import WorkerSettings
 from proxy.writer.frames import Link, frame
 
-LOADED = Awaited(WeightsLoaded("http://engine", "7"), "receipt")
+KEYS = Change("keys")
+LOADED = Awaited(Change("weights", ("http://engine", "7")), "receipt")
 
 
 class Sent(asyncio.Transport):
@@ -44,7 +43,7 @@ class Ended:
 
 @pytest.fixture
 def workers(tmp_path: Path) -> _Workers:
-    parent = _Workers(WorkerSetup(ProxySettings(), tmp_path), 3)
+    parent = _Workers(WorkerSetup(WorkerSettings(), tmp_path), 3)
     for is_ready in (True, True, True, False):
         worker = _Worker(Ended(), Sent())
         parent._running.add(worker)
@@ -63,8 +62,8 @@ def received(worker: _Worker) -> list[Any]:
 
 def test_a_change_goes_to_all_other_workers_and_only_some_are_confirmed(workers):
     sender, *_ = ready(workers)
-    workers._take(sender, KeysChanged())
-    assert [received(worker) == [KeysChanged()] for worker in workers._running - {sender}] == [True] * 3
+    workers._take(sender, KEYS)
+    assert [received(worker) == [KEYS] for worker in workers._running - {sender}] == [True] * 3
     assert received(sender) == []
 
 
@@ -93,11 +92,11 @@ def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers):
 async def test_a_starting_worker_applies_the_changes_since_its_start():
     """Other workers change sessions while it starts; the last change arrives in two parts."""
     applied, is_last = [], asyncio.Event()
-    sent = b"".join((*frame(LOADED), *frame(KeysChanged())))
+    sent = b"".join((*frame(LOADED), *frame(KEYS)))
 
     async def apply(change: Change) -> None:
         applied.append(change)
-        if change == KeysChanged():
+        if change == KEYS:
             is_last.set()
 
     parent, worker = socket.socketpair()
@@ -108,4 +107,4 @@ async def test_a_starting_worker_applies_the_changes_since_its_start():
         parent.sendall(sent[-5:])
         await asyncio.wait_for(is_last.wait(), WAIT_SECONDS)
         peers.close()
-    assert applied == [LOADED.change, KeysChanged()]
+    assert applied == [LOADED.change, KEYS]

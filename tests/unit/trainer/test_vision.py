@@ -33,8 +33,8 @@ def chains(directory):
     return Chains(directory)
 
 
-def loaded(directory, **settings):
-    policy = Policy(Settings(model=str(directory), device="cpu", **settings), FEATURES.terms)
+def loaded(directory, terms=FEATURES.terms, **settings):
+    policy = Policy(Settings(model=str(directory), device="cpu", **settings), terms)
     policy.load(0)
     return policy
 
@@ -210,6 +210,12 @@ def test_a_model_that_sees_none_refuses_images_by_name(tmp_path, chains):
     make_model(tmp_path, vocab_size=VOCABULARY)
     reason = loaded(tmp_path).why_unfit(chains.chain("s", [1], A, [2], (3,)))
     assert reason == f"media_model: {str(tmp_path)!r} sees none: train the model that was served, in one process"
+
+
+def test_a_trainer_without_the_feature_of_images_refuses_their_chain_by_its_name(tmp_path, chains):
+    make_model(tmp_path, vocab_size=VOCABULARY)
+    reason = loaded(tmp_path, ()).why_unfit(chains.chain("s", [1], A, [2], (3,)))
+    assert reason == f"without_feature: nothing of this trainer computes {IMAGES}, which the chain has"
 
 
 @pytest.mark.parametrize(

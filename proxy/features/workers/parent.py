@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from proxy.settings import ProxySettings
-from proxy.workers.peers import Awaited, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
+from proxy.features.workers.peers import Awaited, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
+from proxy.features.workers.settings import WorkerSettings
 from proxy.writer.frames import Link, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit
@@ -42,7 +42,7 @@ STOP_MARGIN_SECONDS = 10.0
 """Time beyond the drain and the last commits until a worker that does not stop is killed."""
 
 
-def run(settings: ProxySettings) -> int:
+def run(settings: WorkerSettings) -> int:
     """Serve with `settings.workers` processes until SIGTERM or SIGINT; return the exit status.
 
     Raises:
@@ -181,7 +181,7 @@ class _Workers:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-c",  # not `-m`: objects must be pickled under the name of their module
-                "from proxy.main import run_worker; run_worker()",
+                "from proxy.main import serve; from proxy.features.workers.worker import run_worker; run_worker(serve)",
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 env=child_environment({METRICS_VARIABLE: str(self._setup.metrics_directory)}),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.settings import ProxySettings
+from proxy.features.workers.settings import WorkerSettings
 from proxy.writer.frames import Link, frame
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry.tracing import random_hex
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class WorkerSetup(NamedTuple):
     """The parent's first message to a worker."""
 
-    settings: ProxySettings
+    settings: WorkerSettings
     """With the worker's share of all limits, and the port that all workers listen on."""
     metrics_directory: Path
     """Directory of the metrics of all workers, and of the sockets by which they hand over connections."""
@@ -43,31 +43,11 @@ class WorkerFailed(NamedTuple):
     error: TurnwiseError
 
 
-class SessionChanged(NamedTuple):
-    """A session's row has changed in the store: the other workers must read it again."""
+class Change(NamedTuple):
+    """What one worker has changed: a name of `proxy.services.Services.changes`, which others follow, and of what."""
 
-    tenant: str
-    session_id: str
-
-
-class KeysChanged(NamedTuple):
-    """Keys were made, revoked or deleted."""
-
-
-class EngineReserved(NamedTuple):
-    """An engine is about to load a version on trial: send it no new calls, and confirm when the running ones ended."""
-
-    engine_url: str
-
-
-class WeightsLoaded(NamedTuple):
-    """An engine has loaded other weights and is paused: its next tokens are of the version that its label names."""
-
-    engine_url: str
-    label: str
-
-
-Change = SessionChanged | KeysChanged | EngineReserved | WeightsLoaded
+    name: str
+    of: tuple[str, ...] = ()
 
 
 class Awaited(NamedTuple):
