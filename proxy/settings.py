@@ -94,7 +94,7 @@ class ProxySettings(Settings):
     """The longest silence of an engine within one call."""
     engine_wait_seconds: float = Field(default=180.0, ge=0)
     """How long a call waits while no engine is ready but one is expected back, before it is answered 503; under
-    `turnwise up` by default as long as an engine may take to start, 600 s."""
+    `turnwise up` by default as long as an engine may take to start, `start_seconds` of `[up]`."""
     drain_seconds: float = Field(default=30.0, gt=0)
     """How long running calls may continue after SIGTERM; then they are cut off and stored as `aborted`."""
     ignored_ids: list[str] = Field(default=[])
@@ -124,7 +124,7 @@ class ProxySettings(Settings):
     """File for one line of JSON for each request, `-` for stdout; off by default."""
     otlp_endpoint: str | None = None
     """Base URL of an OTLP/HTTP collector, such as http://127.0.0.1:4318, that gets OpenTelemetry spans of each request;
-    needs `pip install 'turnwise[otel]'`. By default none are made."""
+    needs the extra `otel`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
 

@@ -32,7 +32,7 @@ from turnwise.default_models import trail
 from turnwise.errors import RolloutFailed, TurnwiseError
 from turnwise.processes.limited import run_limited
 from turnwise.processes.ports import free_port
-from turnwise.processes.stack import ENGINE_START_SECONDS, command
+from turnwise.processes.stack import UpSettings, command
 from turnwise.processes.supervisor import Child, Supervisor, tail_of
 from turnwise.processes.terminal import Say
 from turnwise.rewards import grader
@@ -209,7 +209,7 @@ class Demo:
             argv=command("up", "--model", self._model, *self._places(), "--port", port),
             ready=f"{self._proxy}/readyz",
             shown_lines=re.compile(r"\s*(?P<text>.*)"),
-            start_seconds=2 * ENGINE_START_SECONDS,
+            start_seconds=3 * UpSettings().start_seconds,
             grace_seconds=UP_SECONDS,
         )
         return Supervisor([up], log_directory=self._logs, say=self._say, max_quick_deaths=1)

@@ -141,7 +141,7 @@ def test_a_lora_trainer_enables_adapters_in_the_engine():
     assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
 
 
-@pytest.mark.parametrize(("settings", "flags"), [("", ["600"]), ("[proxy]\nengine_wait_seconds = 7\n", [])])
+@pytest.mark.parametrize(("settings", "flags"), [("", ["3600"]), ("[proxy]\nengine_wait_seconds = 7\n", [])])
 def test_calls_wait_as_long_as_an_engine_may_take_to_start_unless_a_setting_says_otherwise(settings, flags):
     Path("turnwise.toml").write_text(settings)
     argv = json.loads(invoke("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]["proxy"]

@@ -149,6 +149,26 @@ def test_a_child_that_is_not_ready_in_time_is_stopped(tmp_path):
     assert not path.exists() or not any(map(_alive, _pids(path)))
 
 
+def test_what_is_waited_for_is_said_with_what_it_does_and_an_early_child_is_not_blamed(tmp_path):
+    output: list[tuple[str, str]] = []
+    first = Child(
+        name="first",
+        argv=_python("import time\nprint('loading', flush=True)\ntime.sleep(600)"),
+        ready=lambda: any("starting for" in text and "its log ends with 'loading'" in text for _, text in output),
+    )
+    deaf = Child(name="deaf", argv=first.argv, ready=lambda: False, start_seconds=0.5)
+    early = Child(name="early", argv=first.argv, ready=lambda: False, start_seconds=0.01, starts_early=True)
+
+    def supervisor(*children: Child) -> Supervisor:
+        return Supervisor(children, log_directory=tmp_path, say=lambda *line: output.append(line), report_seconds=0.1)
+
+    with supervisor(first):
+        assert {name for name, text in output if "starting for" in text} == {"first"}
+    with pytest.raises(ChildFailed, match=r"deaf is not ready after .*; the end of its log"):
+        supervisor(deaf, early).__enter__()
+    assert "early" not in {name for name, text in output if "starting for" in text}
+
+
 def test_a_child_that_ignores_the_term_signal_is_killed_after_its_own_grace(tmp_path, monkeypatch):
     monkeypatch.setattr(Child, "grace_seconds", 100 * WAIT_SECONDS)  # the default
     path = tmp_path / "pids"

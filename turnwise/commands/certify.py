@@ -179,7 +179,7 @@ def certify(
     Sessions with branches are played and trained by GRPO and DPO; each version is loaded, rolled back and loaded again,
     also by an engine that was restarted. Exit status 1 unless all is right. Arguments after -- go to vLLM.
     """
-    from turnwise.processes.engine_command import installed_version
+    from turnwise.installed import installed_version
     from turnwise.processes.served_model import check_chat_template, check_model_directory, whole_config
 
     check_model_directory(Path(model))
@@ -247,7 +247,7 @@ def _stack(
 ) -> Iterator[tuple[Supervisor, Client, str]]:
     from turnwise.client import Client
     from turnwise.processes.ports import free_port
-    from turnwise.processes.stack import ENGINE_START_SECONDS, command
+    from turnwise.processes.stack import UpSettings, command
     from turnwise.processes.supervisor import Child, Supervisor
 
     ports = free_port(), free_port()
@@ -256,8 +256,9 @@ def _stack(
     proxy = ["proxy", "--engine", engine_url, "--port", str(ports[1]), "--database", database]
     url = f"http://127.0.0.1:{ports[1]}"
     engine += ["--", *vllm_flags] if vllm_flags else []
+    patience = UpSettings().start_seconds
     children = [
-        Child(name=name, argv=command(*argv), ready=ready, port=port, start_seconds=ENGINE_START_SECONDS)
+        Child(name=name, argv=command(*argv), ready=ready, port=port, start_seconds=patience)
         for name, argv, ready, port in (
             ("engine", engine, f"{engine_url}/health", ports[0]),
             ("proxy", proxy, f"{url}/readyz", ports[1]),  # which calls the engine first

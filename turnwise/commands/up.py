@@ -51,7 +51,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
                 gpus=checked.gpus,
                 needs=checked.needs,
                 config=config,
-                engine_wait_seconds=_engine_wait_seconds(load_proxy(settings, config)),
+                engine_wait_seconds=_engine_wait_seconds(settings, load_proxy(settings, config)),
                 vllm_flags=vllm_flags,
             )
             logs = settings.runs_dir / "logs"
@@ -98,7 +98,7 @@ def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None
         gpus=plan,
         needs=needs,
         config=config,
-        engine_wait_seconds=_engine_wait_seconds(load_proxy(settings, config)),
+        engine_wait_seconds=_engine_wait_seconds(settings, load_proxy(settings, config)),
         vllm_flags=vllm_flags,
     )
     gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
@@ -109,11 +109,9 @@ def _show(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None
     }
 
 
-def _engine_wait_seconds(proxy: ProxySettings) -> float | None:
+def _engine_wait_seconds(settings: UpSettings, proxy: ProxySettings) -> float | None:
     """Return how long calls wait while an engine restarts: as long as it may take, unless a setting says otherwise."""
-    from turnwise.processes.stack import ENGINE_START_SECONDS
-
-    return None if "engine_wait_seconds" in proxy.model_fields_set else ENGINE_START_SECONDS
+    return None if "engine_wait_seconds" in proxy.model_fields_set else settings.start_seconds
 
 
 def _state_of(stack: Stack, settings: UpSettings) -> place.RunningStack:

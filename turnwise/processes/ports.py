@@ -56,7 +56,7 @@ def session_listens(session: int, port: int) -> bool:
     if sys.platform != "linux":
         return True
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    return any(target in sockets for process in _processes_of(session) for target in _open_files(process))
+    return any(target in sockets for process in processes_of(session) for target in _open_files(process))
 
 
 def _listening_inodes(port: int) -> Iterator[str]:
@@ -70,8 +70,9 @@ def _listening_inodes(port: int) -> Iterator[str]:
                 yield fields[9]
 
 
-def _processes_of(session: int) -> Iterator[Path]:
-    for process in Path("/proc").iterdir():
+def processes_of(session: int) -> Iterator[Path]:
+    """Yield the directory in /proc of each process of a session; there is none but on Linux."""
+    for process in Path("/proc").glob("*"):
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):  # it has ended meanwhile

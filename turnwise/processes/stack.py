@@ -52,7 +52,6 @@ SHOWN_LOGGERS = {
     ),
 }
 """The loggers whose lines the terminal shows; warnings and errors of all are shown."""
-ENGINE_START_SECONDS = 600.0
 
 
 class UpSettings(Settings):
@@ -69,6 +68,9 @@ class UpSettings(Settings):
     """Port of the proxy."""
     engine_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the first engine; by default a free one."""
+    start_seconds: float = Field(default=3600.0, gt=0)
+    """The longest that a part may take to start. A part is given up after a tenth of it without progress, which is a
+    log that grows, or processes that compute or read."""
     runs_dir: Path = Path("runs/up")
     """Directory of logs, the model that is served by default, and policies."""
     policies_dir: Path | None = None
@@ -210,7 +212,7 @@ class Stack:
             argv=command("engine", *self._config, *self.engine_flags(position)),
             ready=f"http://127.0.0.1:{port}/health",
             port=port,
-            start_seconds=ENGINE_START_SECONDS,
+            start_seconds=self._settings.start_seconds,
         )
 
     def _proxy(self) -> Child:
@@ -221,7 +223,7 @@ class Stack:
             ready=f"{self.proxy_url}/readyz",
             port=self._settings.port,
             starts_early=True,
-            start_seconds=ENGINE_START_SECONDS,
+            start_seconds=self._settings.start_seconds,
             shown_lines=lines_of(*SHOWN_LOGGERS["proxy"]),
         )
 

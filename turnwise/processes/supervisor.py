@@ -28,6 +28,7 @@ from typing import BinaryIO, Self
 from turnwise.errors import ChildFailed
 from turnwise.files import create_private
 from turnwise.processes import guard, ports
+from turnwise.processes.progress import Progress
 from turnwise.processes.terminal import LogFollower, Say, printing
 from turnwise.settings import child_environment
 
@@ -60,6 +61,7 @@ class Child:
     starts_early: bool = False
     """Start as soon as the child before it has started: it waits for that one itself."""
     start_seconds: float = 180.0
+    """The longest that it may take until it is ready, from when all before it are; without progress, a tenth of it."""
     grace_seconds: float = 10.0
 
 
@@ -88,6 +90,9 @@ class _ChildRun:
     follower: LogFollower | None = None
     log_start: int = 0
     """Where the log of the latest start begins, bytes."""
+    progress: Progress | None = None
+    """What its start has shown since it is the one that is waited for; None before, and once it is ready."""
+    reported_at: float = 0.0
     num_quick_deaths: int = 0
     """In a row: quick ones, or further ones within `alike_seconds` by the same error."""
     error: str | None = None
@@ -106,12 +111,14 @@ class Supervisor:
         quick_seconds: float = 10.0,
         alike_seconds: float = 600.0,
         first_delay_seconds: float = 0.5,
+        report_seconds: float = 60.0,
     ) -> None:
         """Plan the children; each starts when those before it are ready, unless it `starts_early`.
 
         The stack is given up after `max_quick_deaths` quick deaths in a row. A death is quick before the child was
         ready, `quick_seconds` after the start, and, with the error of the death before, `alike_seconds` after it. The
-        delay before a restart begins with `first_delay_seconds` and doubles with each death, up to 30 s.
+        delay before a restart begins with `first_delay_seconds` and doubles with each death, up to 30 s. What a child
+        does that is waited for is said each `report_seconds`.
         """
         self._runs = [_ChildRun(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
@@ -120,6 +127,7 @@ class Supervisor:
         self._quick_seconds = quick_seconds
         self._alike_seconds = alike_seconds
         self._first_delay_seconds = first_delay_seconds
+        self._report_seconds = report_seconds
         self._stopping = threading.Event()
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
@@ -211,7 +219,7 @@ class Supervisor:
                 if time.monotonic() >= run.start_again_at:
                     self._start(run)
             elif run.state in {ChildState.STARTING, ChildState.READY}:
-                self._check(run)
+                self._check(run, self._runs[:position])
             for line in run.follower.new_lines() if run.follower is not None else ():
                 self.say(run.child.name, line)
         if all(run.state is ChildState.READY for run in self._runs):
@@ -243,7 +251,7 @@ class Supervisor:
             )
         run.started_at = time.monotonic()
         run.num_starts += 1
-        run.state = ChildState.STARTING
+        run.state, run.progress = ChildState.STARTING, None
         if run.num_starts == 1:
             self.say(child.name, f"starting; log: {run.log_path}")
 
@@ -255,17 +263,29 @@ class Supervisor:
             return
         self._give_up(run, f"cannot start: another process listens on port {port}; stop it, or choose another port")
 
-    def _check(self, run: _ChildRun) -> None:
+    def _check(self, run: _ChildRun, before: Sequence[_ChildRun]) -> None:
         code = run.process.poll() if run.process is not None else None
         if code is not None:
             self._handle_exit(run, code)
         elif run.state is ChildState.STARTING:
-            waited = time.monotonic() - run.started_at
             if is_ready(run.child.ready) and self._owns_its_port(run):
-                run.state = ChildState.READY
-                self.say(run.child.name, f"ready after {waited:.1f} s")
-            elif waited > run.child.start_seconds:
-                self._give_up(run, f"is not ready after {run.child.start_seconds:.0f} s")
+                run.state, run.progress = ChildState.READY, None
+                self.say(run.child.name, f"ready after {time.monotonic() - run.started_at:.1f} s")
+            elif all(each.state is ChildState.READY for each in before):
+                self._wait_for(run)
+
+    def _wait_for(self, run: _ChildRun) -> None:
+        """Wait for a child that starts as long as it makes progress, and say what it does."""
+        assert run.process is not None, "it starts"
+        if run.progress is None:
+            run.progress = Progress(run.log_path, run.log_start)
+            run.reported_at = run.progress.since
+        run.progress.look(run.process.pid)
+        if (problem := run.progress.problem(run.child.start_seconds)) is not None:
+            self._give_up(run, problem)
+        elif (now := time.monotonic()) - run.reported_at > self._report_seconds:
+            run.reported_at = now
+            self.say(run.child.name, f"starting for {now - run.started_at:.0f} s: {run.progress.describe()}")
 
     def _owns_its_port(self, run: _ChildRun) -> bool:
         if run.child.port is None or run.process is None:
