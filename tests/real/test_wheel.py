@@ -22,6 +22,7 @@ from turnwise.client import Client
 pytestmark = pytest.mark.slow  # a build, and an engine of its own
 
 ROOT = Path(__file__).parents[2]
+INSTALLED = os.environ.get("TURNWISE_INSTALLED")
 SETTINGS = f"""
 [engine]
 served_model_name = "small"
@@ -35,7 +36,12 @@ num_threads = 1
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an environment with Turnwise from its wheel; what it depends on, and vLLM, is found in the tests' own."""
+    """Return an environment with Turnwise from its wheel; what it depends on, and vLLM, is found in the tests' own.
+
+    `make release` names an environment that has everything itself, and lets `up` serve the model that it builds.
+    """
+    if INSTALLED is not None:
+        return Path(INSTALLED).absolute()
     directory = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(directory), str(ROOT)], check=True)
@@ -84,7 +90,8 @@ def test_up_serves_the_page_and_trains_a_version_that_the_engine_takes_from_memo
 ):
     port = free_port()
     (tmp_path / "turnwise.toml").write_text(SETTINGS)
-    command = [str(environment / "bin" / "turnwise"), "up", "--model", str(small_model_dir), "--port", str(port)]
+    command = [str(environment / "bin" / "turnwise"), "up", "--port", str(port)]
+    command += [] if INSTALLED else ["--model", str(small_model_dir)]
     log, url = tmp_path / "up.log", f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(

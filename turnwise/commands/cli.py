@@ -30,27 +30,9 @@ from turnwise.commands.up import up
 from turnwise.commands.verify import doctor, verify
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
 from turnwise.exchange import plugins
+from turnwise.installed import extra_of, install_command, missing_from
 
-_EXTRA_OF = {
-    "sqlalchemy": "store",
-    "alembic": "store",
-    "psycopg": "store",
-    "fastapi": "proxy",
-    "starlette": "proxy",
-    "uvicorn": "proxy",
-    "httptools": "proxy",
-    "orjson": "proxy",
-    "jinja2": "proxy",
-    "prometheus_client": "proxy",
-    "torch": "trainer",
-    "transformers": "trainer",
-    "safetensors": "trainer",
-    "tokenizers": "trainer",
-    "peft": "trainer",
-    "pyarrow": "export",
-    "vllm": "engine-cpu",
-}
-_EXTRAS_OF_UP = ("store", "proxy", "trainer", "engine-cpu")
+_EXTRAS_OF_UP = ("store", "proxy", "trainer")
 _PERMANENT = (ClientError, SettingsError, SchemaMismatch, BadCheckpoint)
 """Errors that come back until somebody changes something: exit status 2. `turnwise up` does not retry them."""
 _OPERATORS_ERRORS = frozenset(
@@ -61,9 +43,11 @@ _OPERATORS_ERRORS = frozenset(
 
 def _missing_extras(command: str | None, extra: str) -> list[str]:
     """Return the extras that a command lacks: all at once for `up`, which starts every process."""
-    needed = _EXTRAS_OF_UP if command == "up" else (extra,)
-    lacking = {each for module, each in _EXTRA_OF.items() if importlib.util.find_spec(module) is None}
-    return [each for each in needed if each in lacking or each == extra]
+    if command != "up":
+        return [extra]
+    has_engine = importlib.util.find_spec("vllm") is not None
+    lacking = [each for each in _EXTRAS_OF_UP if each == extra or missing_from(each)]
+    return lacking if has_engine else [*lacking, "engine-cpu"]
 
 
 class _Commands(click.Group):
@@ -95,11 +79,11 @@ class _Commands(click.Group):
             print_error(f"cannot read or write{name}: {error.strerror}; free the disk, or name another place")
             ctx.exit(1)
         except ModuleNotFoundError as error:
-            extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
+            extra = extra_of((error.name or "").partition(".")[0])
             if extra is None:
                 raise
-            extras = ",".join(_missing_extras(ctx.invoked_subcommand, extra))
-            print_error(f"this command needs {error.name!r}, which is not installed: pip install 'turnwise[{extras}]'")
+            command = install_command(*_missing_extras(ctx.invoked_subcommand, extra))
+            print_error(f"this command needs {error.name!r}, which is not installed: {command}")
             ctx.exit(2)
 
 

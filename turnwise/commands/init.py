@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 from turnwise.commands.flags import DESCRIPTIONS
 from turnwise.errors import SettingsError
 from turnwise.files import write_whole
+from turnwise.installed import extra_of, install_command
 from turnwise.settings import DEFAULT_FILE, Settings, field_docs, settings_model, toml_value
 
 HEAD = """\
@@ -51,8 +52,9 @@ SHORT = {
 def short_settings_file() -> str:
     sections = []
     for section, names in SHORT.items():
-        fields = settings_model(section).model_fields
-        sections.append("\n".join([f"[{section}]", *(_assignment(name, fields[name]) for name in names)]))
+        fields = _fields(section)
+        lines = [f"[{section}]", *(_assignment(name, fields[name]) for name in names)] if fields else _left_out(section)
+        sections.append("\n".join(lines))
     return "\n".join([SHORT_HEAD, "\n\n".join(sections)]) + "\n"
 
 
@@ -73,7 +75,23 @@ def algorithm_table(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _fields(section: str) -> dict[str, FieldInfo]:
+    """Return the fields of a section; none where its program is not installed."""
+    try:
+        return settings_model(section).model_fields
+    except ModuleNotFoundError as error:
+        if extra_of((error.name or "").partition(".")[0]) is None:
+            raise
+        return {}
+
+
+def _left_out(section: str) -> list[str]:
+    return _comment(f"[{section}] is left out, because its program is not installed here: {install_command(section)}")
+
+
 def _section(section: str) -> str:
+    if not _fields(section):
+        return "\n".join(["", *_left_out(section)]) + "\n"
     lines = ["", *_comment(DESCRIPTIONS[section]), f"[{section}]"]
     settings = settings_model(section)
     docs = field_docs(settings, Settings)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.commands.place import opened
 from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.installed import install_command
 from turnwise.processes import engine_command, served_model
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.processes.stack import TrainerNeeds
@@ -189,9 +190,7 @@ def check_model(model: str | None) -> None:
     """Refuse a model that is neither a complete directory nor a known id."""
     if model is None:
         if importlib.util.find_spec("torch") is None:
-            raise SettingsError(
-                "building the demo's model needs torch: pip install 'turnwise[trainer]', or pass --model"
-            )
+            raise SettingsError(f"building the demo's model needs torch: {install_command('trainer')}, or pass --model")
         return
     if engine_command.is_directory(model):
         served_model.check_model_directory(Path(model))

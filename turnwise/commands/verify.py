@@ -159,14 +159,8 @@ def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:
 @json_option
 def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, as_json: bool) -> None:
     """Check this installation, the engines and the database, or a model; exit 1 if something has to be done."""
-    from turnwise.processes.installation import examine
-
     findings = []
-    if model is None:
-        found = examine(engine_urls(engine), database_url(database), **engine_client_options())
-    else:
-        found = _examine_model(model)
-    for finding in found:
+    for finding in _examine(engine, database) if model is None else _examine_model(model):
         findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
         if not as_json:
             colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]
@@ -175,6 +169,17 @@ def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, 
         click.echo(json.dumps(findings, indent=2))
     if any(finding["verdict"] == "fail" for finding in findings):
         sys.exit(1)
+
+
+def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]:
+    from turnwise.processes.installation import examine, examine_packages
+
+    try:
+        return examine(engine_urls(engine), database_url(database), **engine_client_options())
+    except ModuleNotFoundError:
+        if engine or database:
+            raise
+        return examine_packages()  # the settings that name the rest are those of the proxy, which is not installed
 
 
 def _examine_model(model: str) -> Iterator[Finding]:

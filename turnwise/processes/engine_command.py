@@ -25,6 +25,7 @@ from pydantic import Field
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP, mend_torchvision
 from turnwise.errors import EngineError, SettingsError
+from turnwise.installed import install_command, installed_version
 from turnwise.processes.ports import check_port_is_free
 from turnwise.processes.served_model import (
     check_model_directory,
@@ -355,7 +356,7 @@ def packages_problem() -> str | None:
     """Return why vLLM cannot run with the packages that are installed; None where it can."""
     if importlib.util.find_spec("vllm") is None:
         return (
-            "vLLM is not installed in this environment; pip install 'turnwise[engine-cpu]' for a CPU, "
+            f"vLLM is not installed in this environment; {install_command('engine-cpu')} for a CPU, "
             "or vllm itself on a machine with a GPU"
         )
     torch_build = installed_version("torch")
@@ -375,13 +376,6 @@ def packages_problem() -> str | None:
             f"pip uninstall -y {' '.join(wrong)} (text needs none of them)"
         )
     return None
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _build_differs(version: str | None, torch_version: str) -> bool:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from turnwise.adapter_names import own_version
 from turnwise.errors import EngineUnavailable, TurnwiseError
 from turnwise.exchange import plugins
-from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
+from turnwise.installed import install_command, installed_version, missing_from
+from turnwise.processes import compatibility
+from turnwise.processes.engine_command import has_gpu, num_gpus, packages_problem
 from turnwise.settings import READABLE, mask_credentials
 from turnwise.types import Json
 from turnwise.verify.engine import (
@@ -37,13 +39,6 @@ from turnwise.verify.engine import (
 
 if TYPE_CHECKING:  # imported where it is used: each proxy imports this module, and few examine anything
     import httpx2
-
-_EXTRAS = {
-    "store": ("sqlalchemy", "alembic"),
-    "proxy": ("fastapi", "uvicorn", "httptools", "orjson", "jinja2", "transformers"),
-    "trainer": ("torch", "transformers", "safetensors"),
-}
-
 
 _OWN_ENVIRONMENT = "install Turnwise in an environment of its own"
 _STRANGE = (
@@ -94,15 +89,21 @@ class Finding:
 
 def examine(engine_urls: list[str], database_url: str, **options: Any) -> Iterator[Finding]:
     """Yield the finding of each check; the options are those of `engine_findings`."""
-    yield Finding("python", Severity.OK, f"Python {platform.python_version()}")
-    yield from _extras()
-    yield from _names()
-    yield _packages()
-    yield Finding("gpu", Severity.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
+    yield from examine_packages()
     for url in engine_urls:
         yield from engine_findings(url, **options)
     yield from _database(database_url)
     yield from strange_adapters(engine_urls, database_url, **options)
+
+
+def examine_packages() -> Iterator[Finding]:
+    """Yield what is installed here; this needs no extra."""
+    row = compatibility.row()
+    yield Finding("versions", Severity.WARN if compatibility.DOCUMENT in row else Severity.OK, row)
+    yield from _extras()
+    yield from _names()
+    yield _packages()
+    yield Finding("gpu", Severity.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
 
 
 def examine_running(
@@ -123,10 +124,9 @@ def examine_running(
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, modules in _EXTRAS.items():
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        if missing:
-            text = f"without {', '.join(missing)}; pip install 'turnwise[{extra}]' where this part is to run"
+    for extra in ("store", "proxy", "trainer"):
+        if missing := missing_from(extra):
+            text = f"without {', '.join(missing)}; {install_command(extra)} where this part is to run"
             yield Finding(f"extra {extra}", Severity.WARN, text)
         else:
             yield Finding(f"extra {extra}", Severity.OK, "installed")
@@ -167,9 +167,8 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
             return
         database = Database(url)
     except ImportError as error:
-        yield Finding(
-            "database", Severity.WARN, f"cannot check: {error.name} is missing; pip install 'turnwise[store]'"
-        )
+        text = f"cannot check: {error.name} is missing; {install_command('store')}"
+        yield Finding("database", Severity.WARN, text)
         return
     except TurnwiseError as error:
         yield Finding("database", Severity.FAIL, str(error))

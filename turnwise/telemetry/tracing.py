@@ -3,7 +3,7 @@
 The context of the running request is a context variable: log lines and the request to the engine take its ids from
 there, so that no function has to pass them on.
 
-The SDK is an optional dependency (`pip install 'turnwise[otel]'`). It is imported when a tracer is created; a
+The SDK is an optional dependency, the extra `otel`. It is imported when a tracer is created; a
 process without one neither imports it nor spends time on spans. Its thread exports spans in batches, over OTLP/HTTP.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import turnwise
 from turnwise.errors import SettingsError
+from turnwise.installed import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -90,7 +91,7 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
         except ImportError as error:
-            raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install 'turnwise[otel]'`") from error
+            raise SettingsError(f"traces need OpenTelemetry ({error}); run `{install_command('otel')}`") from error
 
         class CountingExporter(OTLPSpanExporter):
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
