@@ -39,7 +39,8 @@ CHOICES = b'"choices"'
 """Present in every chunk of a completion; an event without it is an error."""
 NOT_YET: Any = None
 """What a call gets later: it has all of it once it is sampled."""
-DATA = re.compile(rb"^data: (.*)$", re.MULTILINE)
+DATA = re.compile(rb"^data: ?(.+)$", re.MULTILINE)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,24 +90,39 @@ class Running:
 
 @dataclasses.dataclass(slots=True)
 class EventBuffer:
-    """Splits a stream of server-sent events, which the network may split anywhere, after its last complete line."""
+    """Splits a stream of server-sent events, which the network may split anywhere, after its last complete event."""
 
     pending: list[bytes] = dataclasses.field(default_factory=list)
+    _has_begun: bool = False
+    _ends_in_return: bool = False
+    """Whether a line feed at the start of the next bytes is of the same line end."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes; return the data of the events that are now complete, without their other fields.
 
         Bytes that end no line are only kept: the event of a long prompt arrives in many parts.
         """
+        if b"\r" in data or self._ends_in_return:
+            data, ends_in_return = data.removeprefix(b"\n") if self._ends_in_return else data, data.endswith(b"\r")
+            self._ends_in_return = ends_in_return
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if b"\n" not in data:
-            self.pending.append(data)
+            self.pending += [data] if data else []
             return []
         received = b"".join([*self.pending, data]) if self.pending else data
-        if b"\r" in received:
-            received = received.replace(b"\r\n", b"\n")
-        lines, _, rest = received.rpartition(b"\n")
+        if not self._has_begun:
+            received, self._has_begun = received.removeprefix(BYTE_ORDER_MARK), True
+        events, _, rest = received.rpartition(b"\n\n")
+        rest = rest.lstrip(b"\n")
+        if rest.endswith(b"\n") and (rest.startswith(b":") or DATA.findall(rest) == [DONE]):
+            events, rest = events + b"\n\n" + rest, b""  # some servers leave out the empty line at the end
         self.pending = [rest] if rest else []
-        return DATA.findall(lines)
+        return [data for block in events.split(b"\n\n") if (data := _data_of(block))]
+
+
+def _data_of(block: bytes) -> bytes:
+    """Return the data of an event on one line: JSON, in which a line end can only stand between values."""
+    return block[6:] if block.startswith(b"data: ") and b"\n" not in block else b" ".join(DATA.findall(block))
 
 
 def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:

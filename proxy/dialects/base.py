@@ -37,7 +37,7 @@ class Encoder(Protocol):
 
     def done(self) -> bytes: ...
 
-    def error(self, body: bytes) -> bytes: ...
+    def error(self, body: bytes, status: int | None = None) -> bytes: ...
 
 
 DONE = b"[DONE]"
@@ -71,7 +71,7 @@ class Verbatim:
     def done(self) -> bytes:
         return END
 
-    def error(self, body: bytes) -> bytes:
+    def error(self, body: bytes, status: int | None = None) -> bytes:  # noqa: ARG002
         return event(body)
 
 
@@ -252,6 +252,7 @@ class Action(enum.StrEnum):
     LIST_MODELS = "list_models"
     GET_MODEL = "get_model"
     GET_REPLY = "get_reply"
+    REFUSE = "refuse"
 
 
 MAX_MESSAGES = 10_000

@@ -160,9 +160,9 @@ class BlockEncoder(abc.ABC):
         """Return the end of the reply; an error was its end."""
         return b"" if self._failed else b"".join(map(self.closing, self.assembler.finish())) + self.ending()
 
-    def error(self, body: bytes) -> bytes:
-        self._failed = True
-        return self.failing(read_error(body))
+    def error(self, body: bytes, status: int | None = None) -> bytes:
+        self._failed, error = True, read_error(body)
+        return self.failing(error, status or status_of(error))
 
     @abc.abstractmethod
     def starting(self, chunk: Json) -> bytes: ...
@@ -181,7 +181,7 @@ class BlockEncoder(abc.ABC):
     def ending(self) -> bytes: ...
 
     @abc.abstractmethod
-    def failing(self, error: Json) -> bytes: ...
+    def failing(self, error: Json, status: int) -> bytes: ...
 
 
 def text_logprobs(logprobs: Json | None, blocks: Iterable[Block]) -> list[Json]:
@@ -237,6 +237,11 @@ def read_error(body: bytes) -> Json:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         error = None
     return error if isinstance(error, dict) else {"message": body.decode(errors="replace")}
+
+
+def status_of(error: Json) -> int:
+    """Return the status of an error that an engine reports in a stream."""
+    return error["code"] if isinstance(error.get("code"), int) else 500
 
 
 def embedded(arguments: str) -> orjson.Fragment:

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, Action, Call, WireRoute, event
-from proxy.dialects.blocks import Assembler, Block, blocks_of, counts_of, embedded, own_id, read_error
+from proxy.dialects.blocks import Assembler, Block, blocks_of, counts_of, embedded, own_id, read_error, status_of
 from proxy.dialects.gemini_request import chat_body, dropped_tools, num_signatures, read, read_object
 from proxy.dialects.translated import Translated, TranslatedCall
 from turnwise.types import Json
@@ -187,10 +187,9 @@ class GeminiEncoder:
             return last
         return last + (b"]" if self._num_written else b"[]")
 
-    def error(self, body: bytes) -> bytes:
+    def error(self, body: bytes, status: int | None = None) -> bytes:
         error, self._failed = read_error(body), True
-        code = error.get("code")
-        written = self._write(_error(code if isinstance(code, int) else 500, error))
+        written = self._write(_error(status or status_of(error), error))
         return written if self._as_events else written + b"]"
 
     def whole(self, reply: Json) -> Json:

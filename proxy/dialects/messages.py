@@ -229,13 +229,13 @@ class MessageEncoder(BlockEncoder):
 
     def ending(self) -> bytes:
         if is_cut_off(self.finish_reason):
-            return self.failing({"message": cut_off_error(self.finish_reason), "code": 503})
+            return self.failing({"message": cut_off_error(self.finish_reason)}, 503)
         delta = _stop(self.finish_reason, self.stop_reason, has_calls=self._has_calls)
         ended = named_event("message_delta", {"delta": delta, "usage": _usage(self.usage)})
         return ended + named_event("message_stop", {})
 
-    def failing(self, error: Json) -> bytes:
-        body = _error(error, ERROR_TYPES.get(error.get("code") or 0, "api_error"))
+    def failing(self, error: Json, status: int) -> bytes:
+        body = _error(error, ERROR_TYPES.get(status, "api_error"))
         return named_event("error", {"error": body["error"]})
 
     def _delta(self, **delta: str) -> bytes:

@@ -7,6 +7,8 @@ keeps no state between calls.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -28,6 +30,7 @@ from proxy.dialects.response_items import (
     ToolMap,
     chat_messages,
     chat_tool_choice,
+    compaction_refused,
     custom_input,
     is_reference,
     item_id,
@@ -59,6 +62,7 @@ IGNORED = frozenset(
 UNSERVED = ("background", "prompt")
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The engine's finish reason → OpenAI's reason of an incomplete response; any other cut makes it a failed one."""
+ERROR_CODES = {400: "invalid_prompt", 422: "invalid_prompt", 429: "rate_limit_exceeded"}
 CONVERSATION = "conversation"
 STORE = "store"
 """False in the request: the reply is stored as any other, and not returned by its id, as OpenAI promises."""
@@ -81,6 +85,7 @@ class Responses(Translated):
             action=Action.GET_REPLY,
             summary="Return a stored reply, as OpenAI's responses",
         ),
+        WireRoute(path="/v1/responses/compact", action=Action.REFUSE, summary="Refused: the client summarises itself"),
     )
     id_prefix = "resp_"
     conversation_field = "input"
@@ -103,6 +108,9 @@ class Responses(Translated):
             call.notes[CONVERSATION] = call.conversation_id
         call.encode_with(partial(ResponseEncoder, call.original, tools))
         return call
+
+    def refusal(self) -> InvalidRequest:
+        return compaction_refused()
 
     def referenced_turns(self, body: Json) -> list[str]:
         items = body["input"] if isinstance(body.get("input"), list) else []
@@ -223,12 +231,21 @@ class ResponseEncoder(BlockEncoder):
             self.last = Block("text", "")
             events = self.opening(self.last) + self.closing(self.last)
         ended = _ending(self.finish_reason, self.usage)
-        whole = self._response | ended | {"output": [item for _, item in sorted(self._items.items())]}
-        return events + self._event(f"response.{ended['status']}", response=whole)
+        return events + self._whole(ended["status"], ended)
 
-    def failing(self, error: Json) -> bytes:
-        fields = {"code": str(error.get("code")), "message": error.get("message"), "param": error.get("param")}
-        return self._event("error", **fields)
+    def failing(self, error: Json, status: int) -> bytes:
+        """Return the only event that ends a stream for OpenAI's clients beside those of a whole reply."""
+        events = b""
+        if not self._response:
+            model = self._request.get("model")
+            events = self.starting({"id": uuid.uuid4().hex, "created": int(time.time()), "model": model})
+        code = ERROR_CODES.get(status, "server_error")
+        failed = {"error": {"code": code, "message": str(error.get("message", "the call failed"))}}
+        return events + self._whole("failed", _ending(None, self.usage) | failed)
+
+    def _whole(self, status: str, ended: Json) -> bytes:
+        whole = self._response | ended | {"output": [item for _, item in sorted(self._items.items())]}
+        return self._event(f"response.{status}", response=whole)
 
     def _part_event(self, name: str, block: Block, /, **data: Any) -> bytes:
         part = {} if block.kind == "tool" else {"content_index": 0}

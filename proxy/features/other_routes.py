@@ -96,9 +96,24 @@ class StoredReplyEndpoint(Endpoint):
         await reply.whole(self._dialect.encode_stored(view.turn))
 
 
+class RefusedEndpoint(Endpoint):
+    """A route of one dialect that is known and not served: it says what to do instead."""
+
+    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  nothing is read
+        await self._caller(dict(scope["headers"]))
+        assert isinstance(self._dialect, Responses)
+        raise self._dialect.refusal()
+
+
+ENDPOINTS: dict[Action, type[Endpoint]] = {
+    Action.COUNT_TOKENS: CountEndpoint,
+    Action.GET_REPLY: StoredReplyEndpoint,
+    Action.REFUSE: RefusedEndpoint,
+}
+
+
 def _endpoints(services: Services) -> list[tuple[WireRoute, Endpoint]]:
-    kinds: dict[Action, type[Endpoint]] = {Action.COUNT_TOKENS: CountEndpoint, Action.GET_REPLY: StoredReplyEndpoint}
-    return endpoints(services, kinds)
+    return endpoints(services, ENDPOINTS)
 
 
 ROUTES = Routes(router=APIRouter(), actions={}, endpoints=_endpoints)

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIN_CHECK_SECONDS = 0.01
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Let no server between the proxy and its client keep or collect events; the second is nginx's."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,8 +53,8 @@ class ReplySender:
 
     _send: Send
     dialect: Dialect
-    call: Call = dataclasses.field(init=False)
-    """The call, set once it is read; its encoder writes the events, and the error at the end of a failed stream."""
+    call: Call = dataclasses.field(init=False, default=NOT_YET)
+    """The call of a route that samples, once it is read; its encoder writes the events, and an error at their end."""
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     parts: list[bytes] = dataclasses.field(default_factory=list)
     _started: bool = False
@@ -65,13 +67,21 @@ class ReplySender:
         self._started = True
         await send_whole(self._send, status, body, self.headers, content_type)
 
+    async def passed(self, status: int, content_type: str, data: bytes) -> None:
+        """Send a part of another server's answer; an empty one is its end."""
+        if not self._started:
+            self._started = True
+            headers = [(b"content-type", content_type.encode("latin-1"))]
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": bool(data)})
+
     async def part(self, data: bytes, *, is_last: bool = False) -> None:
         if data is not self.call.encoder.keep_alive:
             self.parts.append(data)
         self._sent_at = self._loop.time()
         if not self._started:
             self._started = True
-            headers = [(b"content-type", self.call.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
+            headers = [(b"content-type", self.call.encoder.content_type.encode()), *STREAM_HEADERS]
             headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
@@ -112,7 +122,8 @@ class ReplySender:
         if not self._started:
             await send_whole(self._send, status, self.dialect.encode_error(status, body), headers)
             return
-        await self.part(self.call.encoder.error(body), is_last=True)
+        if self.call is not None:  # the part of another server's answer that was sent has no end, so it breaks off
+            await self.part(self.call.encoder.error(body, status), is_last=True)
 
 
 class Endpoint(abc.ABC):

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import threading
 from collections.abc import Iterator
 
 import anthropic
@@ -92,6 +93,49 @@ def test_a_configured_upstream_gets_the_request_with_its_own_key(start_proxy, fa
     assert not proxy.turns()
 
 
+class Media(http.server.BaseHTTPRequestHandler):
+    """Answers forms with their fields, and speech in two parts, the second once `heard` is set."""
+
+    heard = threading.Event()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "audio/mpeg" if "speech" in self.path else "application/json")
+        self.end_headers()
+        if "speech" in self.path:
+            self.wfile.write(b"one")
+            self.wfile.flush()
+            if self.heard.wait(300.0):
+                self.wfile.write(b"two")
+        else:
+            is_form = b"form-data" in body and self.headers["content-type"].startswith("multipart/form-data; boundary=")
+            self.wfile.write(json.dumps({"text": str(is_form), "created": 1, "data": []}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Disable the access log."""
+
+
+def test_forms_and_streams_of_sound_are_passed_on_as_they_come(start_proxy, fake_engine):
+    """Also to a proxy without keys, where only what a web page can send without a preflight must be JSON."""
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Media)) as url:
+        proxy = start_proxy(fake_engine.url, "--upstream", url)
+        with openai.OpenAI(base_url=proxy.v1, api_key="none", max_retries=0) as client:
+            file = ("a.wav", b"RIFF")
+            assert client.audio.transcriptions.create(model="whisper-1", file=file).text == "True"
+            for path in ("audio/translations", "images/edits", "images/variations"):
+                form = httpx2.post(f"{proxy.v1}/{path}", files={"file": b"x"}, headers={"authorization": "Bearer none"})
+                assert form.json()["text"] == "True"
+            asked = {"model": "tts-1", "voice": "alloy", "input": "Hi."}
+            with client.audio.speech.with_streaming_response.create(**asked) as answer:
+                parts = answer.iter_bytes()
+                assert next(parts) == b"one"
+                Media.heard.set()
+                assert b"".join(parts) == b"two"
+        form = httpx2.post(f"{proxy.v1}/audio/transcriptions", files={"file": b"RIFF"})
+        assert (form.status_code, form.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
 def test_without_an_upstream_the_error_names_the_setting(start_proxy, fake_engine):
     proxy = start_proxy(fake_engine.url)
     with (
@@ -99,6 +143,11 @@ def test_without_an_upstream_the_error_names_the_setting(start_proxy, fake_engin
         pytest.raises(openai.NotFoundError, match="`upstream`"),
     ):
         client.embeddings.create(model="text-embedding-3-small", input="text")
+    with (
+        openai.OpenAI(base_url=proxy.v1, api_key="any", max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="`upstream`"),
+    ):
+        client.audio.transcriptions.create(model="whisper-1", file=("a.wav", b"RIFF"))
     assert httpx2.post(f"{proxy.v1}/messages/batches", json={}).json()["type"] == "error"
     google = httpx2.post(f"{proxy.url}/v1beta/models/e:embedContent", json={})
     assert google.json()["error"]["status"] == "NOT_FOUND"

@@ -193,3 +193,13 @@ def test_what_a_conversation_loses_is_counted_by_type_and_a_path_may_begin_with_
     metrics = httpx2.get(f"{proxy.url}/metrics").text
     for kind in ("mcp_list_tools", "container_upload", "other"):
         assert f'turnwise_dropped_items_total{{type="{kind}"}} 1.0' in metrics
+
+
+def test_the_remote_compaction_of_codex_is_refused_by_its_name(proxy):
+    """Without its own route, the path would be that of a stored response, and the answer 405."""
+    trigger = [{"role": "user", "content": "hello"}, {"type": "compaction_trigger"}]
+    for path, asked in (("responses/compact", "hello"), ("responses", trigger)):
+        answer = httpx2.post(f"{proxy.v1}/{path}", json={"model": "m", "input": asked})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "compaction_not_served")
+        assert "/v1/responses/compact are not served; send a call" in error["message"]

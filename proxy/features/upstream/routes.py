@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.engines.engine import CONNECT_SECONDS
-from proxy.engines.http_client import Access, Disconnected, HttpClient
+from proxy.engines.http_client import Access, Answer, AnswerTooLong, Disconnected, HttpClient
 from proxy.features.upstream.settings import UpstreamSettings
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.http.bodies import read_body
@@ -84,13 +84,22 @@ class UpstreamEndpoint(Endpoint):
                 body = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
                 try:
                     with await upstream.request("POST", path, body, passed) as answer:
-                        content = await answer.read(settings.max_reply_bytes)
+                        await self._pass_on(answer, reply)
                 except Disconnected as error:
                     raise EngineUnavailable(
                         f"the upstream of {self._route.path} cannot be reached ({error}); retry"
                     ) from error
-        content_type = (answer.content_type or "application/json").encode("latin-1")
-        await reply.whole(content, status=answer.status, content_type=content_type)
+
+    async def _pass_on(self, answer: Answer, reply: ReplySender) -> None:
+        """Send an answer part by part, as it arrives, whatever it is: a stream of sound has no other end."""
+        num_bytes, most = 0, self._services.settings.max_reply_bytes
+        content_type = answer.content_type or "application/json"
+        while part := await answer.next_part():
+            num_bytes += len(part)
+            if num_bytes > most:
+                raise AnswerTooLong(most)
+            await reply.passed(answer.status, content_type, part)
+        await reply.passed(answer.status, content_type, b"")
 
 
 def _endpoints(services: Services) -> list[tuple[WireRoute, Endpoint]]:

@@ -13,7 +13,8 @@ from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.vllm_forms import read_parts
-from turnwise.errors import EngineUnavailable
+from proxy.http import problems
+from turnwise.errors import EngineUnavailable, Overloaded
 
 Json = dict[str, Any]
 HEAD = {"id": "chatcmpl-1", "created": 0, "model": "m"}
@@ -516,3 +517,31 @@ def test_a_name_that_an_engine_repeats_is_stored_and_sent_once(parts, calls):
     names = [name for name, _ in calls]
     assert blocks == [item["name"] for item in items] == names
     assert [part["functionCall"]["name"] for part in candidate["content"]["parts"]] == names
+
+
+@pytest.mark.parametrize(
+    ("error", "kinds"),
+    [
+        (EngineUnavailable("the engine ended its stream early"), ("overloaded_error", "server_error", "UNAVAILABLE")),
+        (Overloaded("too many calls"), ("rate_limit_error", "rate_limit_exceeded", "RESOURCE_EXHAUSTED")),
+        (problems.UNEXPECTED, ("api_error", "server_error", "INTERNAL")),
+    ],
+    ids=["engine", "limit", "defect"],
+)
+@pytest.mark.parametrize("deltas", [[], [{"content": "So"}]], ids=["nothing sent", "text sent"])
+def test_a_stream_that_breaks_ends_with_the_error_that_its_clients_know(deltas, error, kinds):
+    """Their SDKs retry an overloaded server; OpenAI's wait for a response that is completed, incomplete or failed."""
+    status, body, _ = problems.answer(error)
+    lasts = []
+    for dialect, asked in REQUESTS:
+        encoder = call_of(dialect, asked, stream=True).encoder
+        chunks = [HEAD | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+        sent = encoder.chunks([json.dumps(chunk).encode() for chunk in chunks]) + encoder.error(body, status)
+        sent += encoder.done()
+        lasts.append([json.loads(line[6:]) for line in sent.splitlines() if line.startswith(b"data: ")][-1])
+    claude, openai, google = lasts
+    assert (claude["type"], claude["error"]) == ("error", {"type": kinds[0], "message": str(error)})
+    assert (openai["type"], openai["response"]["status"]) == ("response.failed", "failed")
+    assert openai["response"]["error"] == {"code": kinds[1], "message": str(error)}
+    assert openai["response"]["id"].startswith("resp_")
+    assert (google["error"]["code"], google["error"]["status"]) == (status, kinds[2])

@@ -162,7 +162,12 @@ def test_an_engines_error_is_the_end_of_a_stream(dialect, body, alt):
     refusal = b'{"error":{"message":"top_p must be in (0, 1]","type":"BadRequestError","param":"top_p","code":400}}'
     found = take_events([refusal, b"[DONE]"], state, lane).decode()
     assert found.count("top_p must be in (0, 1]") == 1
-    assert found.count("data: ") == (0 if dialect is Gemini and not alt else 1)
+    if dialect is Responses:  # its clients read no stream that does not begin
+        assert [line[7:] for line in found.splitlines() if line.startswith("event: ")] == [
+            *("response.created", "response.in_progress", "response.failed")
+        ]
+    else:
+        assert found.count("data: ") == (0 if dialect is Gemini and not alt else 1)
     if dialect is Gemini and not alt:
         assert [each["error"]["code"] for each in json.loads(found)] == [400]
 
@@ -194,6 +199,32 @@ def test_any_cut_gives_the_same_events(line_end: bytes, cuts: list[int]):
         at += size
     assert found == EVENTS
     assert not b"".join(buffer.pending)
+
+
+@pytest.mark.parametrize(
+    "legal",
+    [
+        lambda stream: stream.replace(b"data: ", b"data:"),
+        lambda stream: stream.replace(b"\n", b"\r"),
+        lambda stream: stream.replace(b"\n", b"\r\n"),
+        lambda stream: b"\xef\xbb\xbf" + stream,
+        lambda stream: stream.replace(b'{"a": 1}', b'{"a":\ndata: 1}'),
+        lambda stream: stream.replace(b'{"a": 1}', b'{"a":\n: a comment\nid: 7\ndata:1}'),
+        lambda stream: b": begin\n\nevent: chunk\n" + stream + b": end\n\n\n",
+        lambda stream: stream.removesuffix(b"\n"),
+    ],
+    ids=["no space", "CR", "CR LF", "byte order mark", "two lines", "fields between", "comments", "no empty line"],
+)
+@given(cuts=st.lists(st.integers(min_value=1, max_value=60), max_size=8))
+def test_any_legal_stream_gives_its_events(legal, cuts):
+    """As WHATWG's grammar allows it; an event's lines are joined. The empty line at the end may be missing, too."""
+    stream = legal(b"".join(map(event, EVENTS)))
+    buffer, found, at = EventBuffer(), [], 0
+    for size in [*cuts, len(stream)]:
+        found += buffer.feed(stream[at : at + size])
+        at += size
+    assert [data if data == b"[DONE]" else json.loads(data) for data in found] == [{"a": 1}, {"text": "ž\n"}, b"[DONE]"]
+    assert not buffer.pending
 
 
 OBJECTS = [(1, 2.5, ["text", b"bytes"]), {"key": None}, "x" * 3000]
