@@ -27,6 +27,7 @@ from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.sessions.place import Sessions
+from proxy.sessions.template import ChatTemplate
 from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
 from proxy.writer.client import Writer
@@ -88,6 +89,10 @@ class Process:
         """Leave the others."""
 
 
+def as_it_is(template: ChatTemplate) -> None:
+    """Render whole conversations."""
+
+
 class Features(NamedTuple):
     """What stands beside the core in a process that serves; by default nothing."""
 
@@ -97,6 +102,8 @@ class Features(NamedTuple):
     beside: Iterable[type[Beside]] = ()
     reload: ReloadParts = CORE
     """How engines are brought to versions."""
+    prepare: Callable[[ChatTemplate], None] = as_it_is
+    """Changes the template that was found, for example so that it takes less time; called in a thread."""
 
 
 NO_FEATURES = Features()
@@ -122,7 +129,7 @@ class Services:
     ) -> None:
         faults = FaultPoints(settings.fault)
         self.settings = settings
-        self.process = process
+        self._features, self.process = features, process
         self.metrics = metrics = Metrics()
         self.database = database
         self.authenticator = authenticator
@@ -162,7 +169,7 @@ class Services:
         self.reading = ReadingProcess()
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
-        self.reloader = self._reloader(faults, features.reload)
+        self.reloader = self._reloader(faults)
         self.num_calls = 0
         """Calls that run: from their admission, which counts them, to the last byte of their reply."""
         self.idle = asyncio.Event()
@@ -178,7 +185,7 @@ class Services:
         vars(made).update({name: self.metrics.counter(*each) for name, each in kind.counters.items()})
         return made
 
-    def _reloader(self, faults: FaultPoints, parts: ReloadParts) -> Reloader:
+    def _reloader(self, faults: FaultPoints) -> Reloader:
         confirm = self.process.confirm
         return Reloader(
             self.database,
@@ -191,7 +198,7 @@ class Services:
             announce=lambda engine: confirm(ANNOUNCE_SECONDS, "weights", engine.url, str(engine.loaded_version)),
             reserve=lambda engine: confirm(DRAIN_SECONDS + ANNOUNCE_SECONDS, "reserved", engine.url),
             files=VersionFiles(self.reading),
-            parts=parts,
+            parts=self._features.reload,
         )
 
     def forget_session(self, tenant: str, session_id: str) -> None:
@@ -238,6 +245,8 @@ class Services:
             log.warning("%s", unsuitable)
         if self.sessions.template is None:
             found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
+            if found is not None:
+                await asyncio.to_thread(self._features.prepare, found)
             self.sessions.learn_template(found)
 
     async def close(self) -> None:

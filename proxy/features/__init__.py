@@ -84,6 +84,7 @@ def served() -> Features:
     from proxy.features.arms.trials import Trials
     from proxy.features.exports import Exports
     from proxy.features.freed_memory import FreedMemory
+    from proxy.features.outline.outlines import shorten
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
     from proxy.features.sleep.sleeper import Sleeper
@@ -93,4 +94,4 @@ def served() -> Features:
     from proxy.services import Features
 
     beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Workers)
-    return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper))
+    return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper), shorten)

@@ -385,10 +385,8 @@ async def extend(
     )
     # A copy: another call that begins with the same messages may complete the list at the same time.
     kinds = conversation.kinds[:]
-    is_outlined = bool(kinds) and continued.replied >= len(kinds) and template.renders_in_short(continued)
-    num_rendered = conversation.num_bytes - (conversation.num_old_bytes if is_outlined else 0)
     try:
-        if num_rendered > RENDERED_HERE or not template.is_local:
+        if template.num_rendered(continued, conversation) > RENDERED_HERE or not template.is_local:
             tenant = place.session.tenant
             between = await threads.run(tenant, template.next_ids, continued, kinds, thinking)
         else:

@@ -28,11 +28,13 @@ def share_template() -> None:
     from turnwise_fake_engine.tokens import write_tokenizer
 
     from proxy.engines import checks
+    from proxy.features.outline.outlines import shorten
 
     load = checks.load_chat_template
     with tempfile.TemporaryDirectory() as directory:
         files = {path.name: path.read_bytes() for path in write_tokenizer(Path(directory)).iterdir()}
         template = load(directory, "string")
+        shorten(template)
 
     def load_chat_template(path: str, content_format: Any, ask: Any = None) -> Any:
         is_same = content_format == "string" and _holds(Path(path), files)

@@ -19,7 +19,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_render_and_texts_are_tokenised_as_by_transformers(family, home, tmp_path):
-    original = template_of(family)._tokenizer
+    original = template_of(family).tokenizer
     original.save_pretrained(tmp_path / "model")
     kept, _ = load_tokenizer(str(tmp_path / "model"))
     assert isinstance(kept, KeptTokenizer)

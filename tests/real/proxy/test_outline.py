@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
-from proxy.sessions.template import ChatTemplate, Continued, Outliner, Unsafe, shorten_if_alike
+from proxy.features.outline.outlines import Outliner, shorten_if_alike
+from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 
 LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(
@@ -37,7 +38,7 @@ FIRST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id and not 
 )
 def test_a_template_that_numbers_its_messages_or_reads_early_calls_is_rendered_whole(source):
     """The second one names a result by the first call with its id: of calls with the same id, not the reply's."""
-    assert template_from(source).shortens_tools is None
+    assert template_from(source).short is None
 
 
 def work(number: int) -> list[dict]:
@@ -53,7 +54,7 @@ def work(number: int) -> list[dict]:
 def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls, late):
     """After a result of the reply's own call or in its place, also where the kind of conversation is known."""
     template = template_from(LAST_CALL)
-    assert template.shortens_tools is not None
+    assert template.short is not None
     end = min(template.end_tokens)
     messages = [USER, *(message for number in range(num_calls) for message in work(number))]
     replied = len(messages) - 2
@@ -69,7 +70,7 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls, late):
     "family", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"]
 )
 def test_the_templates_of_widely_used_models_can_be_rendered_in_short(family):
-    assert shortened(family).shortens_tools is not None
+    assert shortened(family).short is not None
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def template_from(source: str) -> ChatTemplate:
 
 def shortened(family: str) -> ChatTemplate:
     template = template_from(LAST_CALL) if family == "last call" else template_of(family)
-    if template.shortens_tools is None:
+    if template.short is None:
         shorten_if_alike(template)
     return template
 
@@ -183,5 +184,5 @@ def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("a", "b", "c")]
     continued = Continued(messages, 39, min(template.end_tokens), "", tools, {}, keep_thinking=False)
     found = template.next_ids(continued)
-    assert template.shortens_tools is not None
+    assert template.short is not None
     assert found.tolist() == template.next_ids_of_whole(continued).tolist()

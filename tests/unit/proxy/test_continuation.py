@@ -146,6 +146,9 @@ class Canned:
         self.refuses = refuses
         self.seen: list[Continued] = []
 
+    def num_rendered(self, _, conversation):
+        return conversation.num_bytes
+
     def next_ids(self, continued, kinds, thinking):
         self.seen.append(continued._replace(messages=restored(continued.messages, thinking)))
         if self.refuses:

@@ -75,13 +75,13 @@ class Counted:
 
     is_local = True
     longest_tokens = LongestTokens.of(["abcd", "x" * 3, "=" * 16])
-    num_rendered = 0
+    num_asked = 0
 
-    def renders_in_short(self, _):
-        return False
+    def num_rendered(self, _, conversation):
+        return conversation.num_bytes
 
     def next_ids(self, *_):
-        self.num_rendered += 1
+        self.num_asked += 1
         return np.array([8, 9], np.int32)
 
 
@@ -118,7 +118,7 @@ async def test_new_messages_that_cannot_fit_are_refused_before_they_are_rendered
     with pytest.raises(PromptTooLong, match="maximum context length is 50000") as refused:
         await placed(template, message)
     assert refused.value.num_tokens >= 50_000
-    assert template.num_rendered == 0
+    assert template.num_asked == 0
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ async def test_new_messages_that_cannot_fit_are_refused_before_they_are_rendered
 )
 async def test_new_messages_that_may_fit_are_rendered(message, limit):
     place = await placed(template := Counted(), message, limit=limit)
-    assert (template.num_rendered, place.between.tolist()) == (1, [8, 9])
+    assert (template.num_asked, place.between.tolist()) == (1, [8, 9])
 
 
 TEXTS = [

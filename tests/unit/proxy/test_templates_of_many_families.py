@@ -123,16 +123,16 @@ def tokenise_by_character(template: ChatTemplate, text: str) -> list[int]:
 
 
 def spell(template: ChatTemplate, ids) -> str:
-    return template._tokenizer.decode(ids, skip_special_tokens=False)
+    return template.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def rendered_reply(template: ChatTemplate, prompt: str, whole: str, reply: dict) -> tuple[str, str]:
     """Return what a model that follows the template samples: the reply up to its end, and the token that ends it."""
     text = whole[len(prompt) :] if whole.startswith(prompt) else reply["content"]
-    ends = [(text.find(end), end) for end in template._ends.values() if end in text]
+    ends = [(text.find(end), end) for end in template.ends.values() if end in text]
     if ends:
         return text[: min(ends)[0]], min(ends)[1]
-    return text[: text.find(reply["content"]) + len(reply["content"])], next(iter(template._ends.values()))
+    return text[: text.find(reply["content"]) + len(reply["content"])], next(iter(template.ends.values()))
 
 
 def verdict(family: str, case: str, *, keep_thinking: bool) -> str:

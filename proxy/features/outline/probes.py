@@ -1,8 +1,4 @@
-"""Small conversations that are made to find something out about a chat template, each for one question.
-
-The questions are whether it prints names and ids of calls, and whether it continues long conversations as their
-outlines.
-"""
+"""Long conversations that show whether a chat template continues them as their outlines."""
 
 from __future__ import annotations
 
@@ -11,32 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proxy.sessions.conversation import CALL_IDS, NAME
 from turnwise.types import Json
 
-PROBE_VALUES = {NAME: "probename", CALL_IDS: "probecall"}
-OTHER_VALUE = "otherwise"
-"""Nine letters, because some templates refuse other ids of tool calls."""
-_NAME, _CALL_ID = PROBE_VALUES[NAME], PROBE_VALUES[CALL_IDS]
-FIELD_PROBES: Sequence[list[Json]] = (
-    [
-        {"role": "user", "content": "a", "name": _NAME},
-        {"role": "assistant", "content": "b", "name": _NAME},
-        {"role": "user", "content": "c", "name": _NAME},
-    ],
-    [{"role": "system", "content": "a", "name": _NAME}, {"role": "user", "content": "b"}],
-    [
-        {"role": "user", "content": "a"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-        },
-        {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ],
-)
-"""Conversations with names and ids of calls; a template may refuse some of them."""
 REPEATED = 12
 """Repetitions of a pattern: enough for most of them to be left out of the outline."""
 LONG_TEXT = "Some text that is long enough to lose its middle in the outline. " * 8

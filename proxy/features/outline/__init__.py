@@ -1,0 +1,1 @@
+"""Rendering of long conversations in short."""
