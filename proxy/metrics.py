@@ -164,15 +164,10 @@ class Metrics:
         self.lost_events = self.counter(
             "turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events"
         )
-        self.lost_access_log_lines = self.counter(
-            "turnwise_lost_access_log_lines",
-            "Lines of the access log that could not be written, or that its reader was too slow for",
-        )
         self.lost_log_lines = self.counter(
             "turnwise_lost_log_lines",
             "Lines of the log on stderr that could not be written, or that its reader was too slow for",
         )
-        self.lost_spans = self.counter("turnwise_lost_spans", "OpenTelemetry spans that the collector did not take")
         self.lost_activity = self.counter(
             "turnwise_lost_engine_activity_minutes",
             "Minutes of engines that are missing in the curve of their idle share, because the store did not answer",

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from typing import Any, ClassVar, NamedTuple, cast
 
 from fastapi import Request
+from starlette.types import Scope
 
 from proxy.auth import Authenticator, open_authenticator
 from proxy.calls.relay import Relay
@@ -22,6 +23,7 @@ from proxy.engines.http_client import Access
 from proxy.engines.pool import DRAIN_SECONDS, EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.bodies import Bodies
+from proxy.http.connections import RefusedHead
 from proxy.metrics import Counted, Metrics
 from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
@@ -34,6 +36,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, InvalidRequest, StoreError
 from turnwise.settings import READABLE
 from turnwise.store.database import Database, readable_files
+from turnwise.telemetry.tracing import RequestContext
 from turnwise.types import Session
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,23 @@ class Beside:
 
     async def run(self) -> None:
         """Run until cancelled."""
+
+
+class Observer:
+    """Sees each request from its first byte to its last."""
+
+    def begun(self, context: RequestContext, scope: Scope) -> RequestContext:  # noqa: ARG002
+        """Return the ids of a request that has begun."""
+        return context
+
+    def ended(self, context: RequestContext, scope: Scope, status: int | None, num_bytes: int, seconds: float) -> None:
+        """Take a request after its last byte."""
+
+    def refused(self, head: RefusedHead) -> None:
+        """Take a request that was refused by its head alone."""
+
+    def close(self) -> None:
+        """End, after the last request."""
 
 
 class Process:
@@ -151,19 +171,10 @@ class Services:
         """The same of a free text."""
         self.reopened: list[Callable[[Session, Session], Awaitable[Session]]] = []
         """Rules for a session that is created again: each takes what is wanted and what is stored, which it returns."""
+        self.observers: list[Observer] = []
         self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
-        self.sessions = Sessions(
-            database,
-            self.writer,
-            settings,
-            metrics,
-            faults,
-            self.pool.context_tokens,
-            is_shared=process.is_shared,
-            opened=self.steps.opened,
-            entered=self.steps.entered,
-        )
+        self.sessions = self._sessions(faults)
         self.retries = Retries(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
         self.reading = ReadingProcess()
@@ -184,6 +195,19 @@ class Services:
         made = kind(self)
         vars(made).update({name: self.metrics.counter(*each) for name, each in kind.counters.items()})
         return made
+
+    def _sessions(self, faults: FaultPoints) -> Sessions:
+        return Sessions(
+            self.database,
+            self.writer,
+            self.settings,
+            self.metrics,
+            faults,
+            self.pool.context_tokens,
+            is_shared=self.process.is_shared,
+            opened=self.steps.opened,
+            entered=self.steps.entered,
+        )
 
     def _reloader(self, faults: FaultPoints) -> Reloader:
         confirm = self.process.confirm

@@ -120,11 +120,6 @@ class ProxySettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """Form of the process's log lines on stderr."""
-    access_log: Path | None = None
-    """File for one line of JSON for each request, `-` for stdout; off by default."""
-    otlp_endpoint: str | None = None
-    """Base URL of an OTLP/HTTP collector, such as http://127.0.0.1:4318, that gets OpenTelemetry spans of each request;
-    needs the extra `otel`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
 

@@ -25,6 +25,7 @@ from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
 from proxy.features.sleep.settings import SleepSettings
 from proxy.features.supports import Supports, SupportSettings
+from proxy.features.tracing.settings import TracingSettings
 from proxy.features.upstream.settings import UpstreamSettings
 from proxy.features.workers.settings import WorkerSettings
 
@@ -74,6 +75,7 @@ class Settings(
     RetentionSettings,
     FeedbackSettings,
     UpstreamSettings,
+    TracingSettings,
     WorkerSettings,
 ):
     """Settings of one proxy with all of its features."""
@@ -88,10 +90,11 @@ def served() -> Features:
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
     from proxy.features.sleep.sleeper import Sleeper
+    from proxy.features.tracing.observers import Tracing
     from proxy.features.upstream.routes import UpstreamClient
     from proxy.features.workers.worker import Workers
     from proxy.reload.parts import ReloadParts
     from proxy.services import Features
 
-    beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Workers)
+    beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers)
     return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper), shorten)

@@ -1,4 +1,4 @@
-"""What every request passes first: ids and traces, checks against web pages, CORS, and the access log.
+"""What every request passes first: its ids, checks against web pages, and CORS; features see it begin and end.
 
 A proxy without keys treats every caller on loopback as an administrator. A web page in the operator's browser is such a
 caller too: it can send simple requests to any local port, and with a rebound host name it can read the replies. While
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,8 +20,7 @@ from proxy.http.asgi import send_whole
 from proxy.http.connections import RefusedHead
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
-from turnwise.telemetry.logs import AccessLog, timestamp
-from turnwise.telemetry.tracing import RequestContext, Tracer, current_request, make_context
+from turnwise.telemetry.tracing import RequestContext, current_request, make_context
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -41,7 +40,7 @@ class Edge:
     """Wraps the app."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
-        settings, metrics = services.settings, services.metrics
+        settings = services.settings
         self._app = app
         self._services = services
         self._origins = frozenset(settings.cors_origins)
@@ -49,40 +48,32 @@ class Edge:
         public = urlsplit(settings.public_url or "")
         self._public = f"{public.scheme}://{public.netloc}"
         """Origin of the pages of a server in front of the proxy, which may serve HTTPS."""
-        path, endpoint = settings.access_log, settings.otlp_endpoint
-        self._access_log = None if path is None else AccessLog(path, metrics.lost_access_log_lines.inc)
-        self._tracer = None if endpoint is None else Tracer(endpoint, "turnwise-proxy", metrics.lost_spans.inc)
+        self._observers = services.observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         read = dict(scope["headers"])
         context = make_context(
             read.get(REQUEST_ID, b"").decode("latin-1"), read.get(b"traceparent", b"").decode("latin-1")
         )
-        if self._tracer is not None:
-            context = self._tracer.begin(context, scope["method"], scope["path"])
+        for each in self._observers:
+            context = each.begun(context, scope)
         outgoing = _Outgoing(send, self._headers(context, read.get(b"origin")))
         current_request.set(context)
         started = time.perf_counter()
         try:
             await self._serve(scope, receive, outgoing, read)
         finally:
-            if context.trace is not None:
-                context.trace.end(_route(scope), outgoing.status)
-            if self._access_log is not None:
-                self._access_log.write(_line(scope, context, outgoing, time.perf_counter() - started))
+            for each in self._observers:
+                each.ended(context, scope, outgoing.status, outgoing.num_bytes, time.perf_counter() - started)
 
     def log_head(self, refused: RefusedHead) -> None:
-        """Write the line of a request that was refused by its head alone."""
-        if self._access_log is not None:
-            line = {"time": timestamp(time.time()), "request_id": refused.request_id, "trace_id": None}
-            line |= {"client": refused.client, "method": refused.method, "path": refused.path}
-            self._access_log.write(line | {"status": refused.status, "seconds": 0.0, "bytes": refused.num_bytes})
+        """Take a request that was refused by its head alone."""
+        for each in self._observers:
+            each.refused(refused)
 
     def close(self) -> None:
-        if self._access_log is not None:
-            self._access_log.close()
-        if self._tracer is not None:
-            self._tracer.close()
+        for each in self._observers:
+            each.close()
 
     async def _serve(self, scope: Scope, receive: Receive, outgoing: _Outgoing, read: dict[bytes, bytes]) -> None:
         if scope["method"] == "OPTIONS" and self._origins and b"origin" in read:
@@ -216,33 +207,6 @@ async def _answer_preflight(read: dict[bytes, bytes], send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
-
-
-def _line(scope: Scope, context: RequestContext, outgoing: _Outgoing, seconds: float) -> dict[str, Any]:
-    """Return the access log's line; the query is left out, because some clients send their key there."""
-    client = scope.get("client")
-    return {
-        "time": timestamp(time.time()),
-        "request_id": context.request_id,
-        "trace_id": context.trace_id,
-        "client": client[0] if client else None,
-        "method": scope["method"],
-        "path": scope["path"],
-        "status": outgoing.status,
-        "seconds": round(seconds, 6),
-        "bytes": outgoing.num_bytes,
-    }
-
-
-def _route(scope: Scope) -> str:
-    """Return the method and the path, with the names of its parameters instead of their values.
-
-    A path without a route is left out, so that a trace's names are few.
-    """
-    if "path_params" not in scope:
-        return str(scope["method"])
-    names = {str(value): f"{{{name}}}" for name, value in scope["path_params"].items()}
-    return f"{scope['method']} {'/'.join(names.get(part, part) for part in scope['path'].split('/'))}"
 
 
 def known_hosts(settings: ProxySettings) -> frozenset[str]:

@@ -1,0 +1,87 @@
+"""What is written of each request beside its answer: a line of the access log, and OpenTelemetry spans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from starlette.types import Scope
+
+from proxy.features.tracing.settings import TracingSettings
+from proxy.http.connections import RefusedHead
+from proxy.services import Beside, Observer, Services
+from turnwise.telemetry.logs import AccessLog, timestamp
+from turnwise.telemetry.tracing import RequestContext, Tracer
+from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+    from proxy.metrics import Counted
+
+
+class Tracing(Beside):
+    """Lets what is on see all requests."""
+
+    counters: ClassVar[Mapping[str, Counted]] = {
+        "lost_lines": (
+            "turnwise_lost_access_log_lines",
+            "Lines of the access log that could not be written, or that its reader was too slow for",
+            (),
+        ),
+        "lost_spans": ("turnwise_lost_spans", "OpenTelemetry spans that the collector did not take", ()),
+    }
+    lost_lines: Counter
+    lost_spans: Counter
+
+    def __init__(self, services: Services) -> None:
+        settings = services.settings
+        assert isinstance(settings, TracingSettings)
+        if settings.otlp_endpoint is not None:
+            services.observers.append(_Spans(settings.otlp_endpoint, self))
+        if settings.access_log is not None:
+            services.observers.append(_Lines(settings.access_log, self))
+
+
+class _Spans(Observer):
+    def __init__(self, endpoint: str, tracing: Tracing) -> None:
+        self._tracer = Tracer(endpoint, "turnwise-proxy", lambda number: tracing.lost_spans.inc(number))  # noqa: PLW0108  it is made later
+        self.close = self._tracer.close  # type: ignore[method-assign]
+
+    def begun(self, context: RequestContext, scope: Scope) -> RequestContext:
+        return self._tracer.begin(context, scope["method"], scope["path"])
+
+    def ended(self, context: RequestContext, scope: Scope, status: int | None, *_: float) -> None:
+        assert context.trace is not None
+        context.trace.end(_route(scope), status)
+
+
+class _Lines(Observer):
+    def __init__(self, path: Path, tracing: Tracing) -> None:
+        self._log = AccessLog(path, lambda: tracing.lost_lines.inc())  # noqa: PLW0108  it is made later
+        self.close = self._log.close  # type: ignore[method-assign]
+
+    def ended(self, context: RequestContext, scope: Scope, status: int | None, num_bytes: int, seconds: float) -> None:
+        """Write the request's line; the query is left out, because some clients send their key there."""
+        client = scope.get("client")
+        line: Json = {"time": timestamp(time.time()), "request_id": context.request_id, "trace_id": context.trace_id}
+        line |= {"client": client[0] if client else None, "method": scope["method"], "path": scope["path"]}
+        self._log.write(line | {"status": status, "seconds": round(seconds, 6), "bytes": num_bytes})
+
+    def refused(self, head: RefusedHead) -> None:
+        line: Json = {"time": timestamp(time.time()), "request_id": head.request_id, "trace_id": None}
+        line |= {"client": head.client, "method": head.method, "path": head.path}
+        self._log.write(line | {"status": head.status, "seconds": 0.0, "bytes": head.num_bytes})
+
+
+def _route(scope: Scope) -> str:
+    """Return the method and the path, with the names of its parameters instead of their values.
+
+    A path without a route is left out, so that a trace's names are few.
+    """
+    if "path_params" not in scope:
+        return str(scope["method"])
+    names = {str(value): f"{{{name}}}" for name, value in scope["path_params"].items()}
+    return f"{scope['method']} {'/'.join(names.get(part, part) for part in scope['path'].split('/'))}"
