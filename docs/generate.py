@@ -117,9 +117,10 @@ def metrics() -> list[str]:
         for name, (text, *labels) in STORED.items()
     ]
     made = Metrics()
-    added = [
-        made.counter(*each) for kind in (*features.STEPS, *features.served().beside) for each in kind.counters.values()
-    ]
+    counting = (*features.STEPS, *features.served().beside)
+    counted = [each for kind in counting for each in kind.counters.values()]
+    counted += [each for step in features.STEPS for each in step.unpacked.values()]
+    added = [made.counter(*each) for each in counted]
     for metric in (*vars(made).values(), *added):
         if not isinstance(metric, MetricWrapperBase):
             continue

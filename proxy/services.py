@@ -169,8 +169,12 @@ class Services:
         """What the control plane stores of a JSON document that a client gave; a feature may leave something out."""
         self.stored_text: Callable[[str | None], str | None] = lambda text: text
         """The same of a free text."""
+        self.opened: list[Callable[[Session], Session]] = []
+        """Rules for a session that is about to be created: each returns it as it is stored."""
         self.reopened: list[Callable[[Session, Session], Awaitable[Session]]] = []
         """Rules for a session that is created again: each takes what is wanted and what is stored, which it returns."""
+        self.closing: list[Callable[[], Awaitable[None]]] = []
+        """What features end when the process ends and no call runs any more."""
         self.observers: list[Observer] = []
         self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
@@ -205,7 +209,7 @@ class Services:
             faults,
             self.pool.context_tokens,
             is_shared=self.process.is_shared,
-            opened=self.steps.opened,
+            opened=self.opened,
             entered=self.steps.entered,
         )
 
@@ -280,7 +284,8 @@ class Services:
         await self.pool.close()
         self.reading.close()
         self.process.close()
-        await self.steps.close()
+        for close in self.closing:
+            await close()
         with contextlib.suppress(StoreError):
             await self.sweeper.record_key_uses()
         await self.writer.close()

@@ -48,6 +48,8 @@ class Part:
     """Bytes of a turn's JSON for a stored byte."""
     column: str | None = None
     """The column of turns that had it before turns had parts, as in an archive of then."""
+    reply_field: str | None = None
+    """The field of a choice of the engine's reply, a text, that it is packed from; the client does not get it."""
     is_text = False
     """Whether it is ASCII text, and was in that column."""
     is_digested = True
@@ -99,12 +101,16 @@ class Part:
 
 known: dict[str, Part] = {}
 """The parts by name, in the order in which they are stored and shown."""
+reply_fields: dict[str, str] = {}
+"""The names of parts by the field of an engine's choice that they are packed from."""
 
 
 def use(parts: Iterable[Part]) -> None:
     """Let this process read these parts and no others, in this order; `turnwise.features` calls it with its tuple."""
     known.clear()
     known.update({each.name: each for each in parts})
+    reply_fields.clear()
+    reply_fields.update({each.reply_field: name for name, each in known.items() if each.reply_field is not None})
 
 
 def part(name: str) -> Part:

@@ -12,7 +12,6 @@ import datetime
 import re
 import time
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
-from turnwise.types import IMAGES, Json, Media, Outcome, SessionKey, TokenIds, image_digests, pack_images, utc_now
+from turnwise.types import Outcome, SessionKey, utc_now
 
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 NO_LOGPROBS = np.empty(0, np.float32)
@@ -44,7 +43,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclasses.dataclass(slots=True)
-class Running:
+class Running(Captured):
     """A call from its admission to its last byte: its place, and what the engine has answered so far."""
 
     call: Call = NOT_YET
@@ -58,7 +57,6 @@ class Running:
     """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None
     """The engine and weights that serve the call; None until the call is admitted."""
-    captured: Captured = dataclasses.field(default_factory=Captured)
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     principal: Principal = NOT_YET
@@ -71,6 +69,8 @@ class Running:
     """Whether it counts as a call that runs."""
     body: Body | None = None
     """The memory of the request's body; None for a short one."""
+    is_sent_again: bool = False
+    """Whether its engine has refused it once, and gets it a second time."""
     answer: bytes | None = None
     """What was sent to the client; None for a call that failed."""
     num_tokens: int = 0
@@ -117,12 +117,12 @@ class EventBuffer:
         if rest.endswith(b"\n") and (rest.startswith(b":") or DATA.findall(rest) == [DONE]):
             events, rest = events + b"\n\n" + rest, b""  # some servers leave out the empty line at the end
         self.pending = [rest] if rest else []
-        return [data for block in events.split(b"\n\n") if (data := _data_of(block))]
-
-
-def _data_of(block: bytes) -> bytes:
-    """Return the data of an event on one line: JSON, in which a line end can only stand between values."""
-    return block[6:] if block.startswith(b"data: ") and b"\n" not in block else b" ".join(DATA.findall(block))
+        # The data of an event is JSON, in which a line end can only stand between values.
+        found = (
+            block[6:] if block.startswith(b"data: ") and b"\n" not in block else b" ".join(DATA.findall(block))
+            for block in events.split(b"\n\n")
+        )
+        return [data for data in found if data]
 
 
 def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
@@ -133,21 +133,20 @@ def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:
     Raises:
         EngineUnavailable: one is not a chunk of a completion.
     """
-    call, captured, place, encoder = running.call, running.captured, running.place, running.call.encoder
-    is_over = events[-1:] == [DONE]
+    encoder, is_over = running.call.encoder, events[-1:] == [DONE]
     chunks = events[:-1] if is_over else events
     try:
-        encoded = encoder.chunks(lane.read_reply(chunks, captured, call, place)) if chunks else b""
+        encoded = encoder.chunks(lane.read_reply(chunks, running, running.call, running.place)) if chunks else b""
     except EngineUnavailable:
         if all(CHOICES in chunk for chunk in chunks):
             raise
         encoded = b"".join(
-            encoder.chunks(lane.read_reply([chunk], captured, call, place))
+            encoder.chunks(lane.read_reply([chunk], running, running.call, running.place))
             if CHOICES in chunk
             else encoder.error(chunk)
             for chunk in chunks
         )
-    if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
+    if running.first_token_at is None and any(choice.token_ids for choice in running.choices.values()):
         running.first_token_at = time.perf_counter()
         running.version_first = lane.sampled_version
     return encoded + encoder.done() if is_over else encoded
@@ -166,13 +165,9 @@ def failed_turn(running: Running, reason: str) -> NewTurn:
         outcome=Outcome.ERROR,
         reason=reason,
     )
-    if call.images:
-        turn.media = _media_of(call, turn)
+    if call.media is not None:
+        call.media.keep_with(turn)
     return turn
-
-
-def _media_of(call: Call, turn: NewTurn) -> dict[str, Media]:
-    return {digest: call.images[digest] for digest in image_digests(turn.messages)}
 
 
 def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn]:
@@ -182,26 +177,26 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         running: the call.
         aborted: what cut the reply off; None for a complete reply.
     """
-    call, place, captured, own_id = running.call, running.place, running.captured, running.attempt.turn_id
+    call, place, own_id = running.call, running.place, running.attempt.turn_id
     common = _common(running)
     if place.parent is None:
         running.root = read_root(call.messages, call.tools, common["sampling"])
     common["role"], common["role_reason"] = find_role(
         call, place.parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
     )
-    images = _placed_images(call, place, captured) if call.images else None
+    unplaced = None if call.media is None else call.media.find(call, place, running)
     turns: list[NewTurn] = []
-    for index in sorted(captured.choices) or [0]:
-        choice = captured.choices.get(index) or Choice()
+    for index in sorted(running.choices) or [0]:
+        choice = running.choices.get(index) or Choice()
         message = choice.message()
         full, messages, dialogue = place.conversation.extended(message)
         turn_id = own_id if index == 0 else f"{own_id}#{index}"
         turn = NewTurn(
             **common,
-            **_prompt(running, choice.prompt_ids or captured.prompt_ids),
+            **_prompt(running, choice.prompt_ids or running.prompt_ids),
             turn_id=turn_id,
             chain_id=turn_id,  # the store sets the chain of a turn that extends another
-            model=call.model or next(iter(captured.models), ""),
+            model=call.model or next(iter(running.models), ""),
             response={field: value for field in MESSAGE_FIELDS if (value := message.get(field)) is not None},
             token_ids=np.frombuffer(array("i", choice.token_ids), np.int32),
             finish_reason=choice.finish_reason,
@@ -209,15 +204,11 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
             messages_digest=messages,
             dialogue_digest=dialogue,
             encoded_logprobs=choice.logprobs,
+            given=choice.given,
         )
-        if images is not None:
-            added = images if turn.parent_turn_id is None else images[len(place.places) :]
-            if added:
-                turn.parts[IMAGES] = pack_images(added)
-        if call.images and not turns:
-            turn.media = _media_of(call, turn)
-        has_places, is_planned = images is not None, index < call.num_choices
-        turn.outcome, turn.reason = _outcome(running, turn, aborted, is_planned=is_planned, has_places=has_places)
+        if call.media is not None:
+            call.media.keep_with(turn, is_first=not turns)
+        turn.outcome, turn.reason = _outcome(running, turn, aborted, unplaced, is_planned=index < call.num_choices)
         if call.idempotency_key is not None and aborted is None and choice.finish_reason in SAMPLED_ENDS:
             # Not of a reply that was cut off: a retry of it samples again.
             turn.request_key, turn.request_digest = running.attempt.stored_key(index), running.attempt.digest
@@ -269,47 +260,13 @@ def _prompt(running: Running, echo: bytes) -> dict[str, Any]:
     }
 
 
-def _placed_images(call: Call, place: CallPlace, captured: Captured) -> list[Json] | None:
-    """Return the images of a prompt with their places; None if the engine did not say where they are.
-
-    The prompt that was sent has one placeholder for each new image, which the engine expands. So the place gets the
-    prompt that was sampled after, if that is what was sent in all other tokens.
-    """
-    digests = image_digests(call.messages)
-    if captured.places is None or len(captured.places) != len(digests):
-        return None
-    images = [{"digest": digest, **found} for digest, found in zip(digests, captured.places, strict=True)]
-    places = [(image["offset"], image["length"]) for image in images]
-    sent, num_old, echo = place.prompt, len(place.places), captured.prompt_ids
-    if place.parent is None or sent is None or echo == SENT or places[:num_old] != list(place.places):
-        return images
-    before = sent.before if len(place.between) else sent
-    if before is not None and echo.startswith(before.json()[1:-1] + b",") and places[num_old:]:
-        ids = np.fromstring(echo, np.int32, sep=",")
-        between = ids[before.num_ids :]
-        if is_expanded(place.between, between, [(at - before.num_ids, length) for at, length in places[num_old:]]):
-            place.between, place.prompt = between, encoded(ids_as_text(between), len(ids), before)
-    return images
-
-
-def is_expanded(sent: TokenIds, found: TokenIds, places: Sequence[tuple[int, int]]) -> bool:
-    """Return whether ids are the sent ones but for placeholders, each of which stands for the same few ids."""
-    length, rest = divmod(len(sent) - len(found) + sum(length for _, length in places), len(places))
-    end = end_sent = 0
-    targets = set()
-    for at, whole in places:
-        begin = end_sent + at - end
-        if at < end or not np.array_equal(found[end:at], sent[end_sent:begin]):
-            return False
-        end, end_sent = at + whole, begin + length
-        targets.add(sent[begin:end_sent].tobytes())
-    return not rest and len(targets) == 1 and np.array_equal(found[end:], sent[end_sent:])
-
-
 def _outcome(
-    running: Running, turn: NewTurn, aborted: str | None, *, is_planned: bool, has_places: bool
+    running: Running, turn: NewTurn, aborted: str | None, unplaced: str | None, *, is_planned: bool
 ) -> tuple[Outcome, str | None]:
-    """Return the outcome of a turn, its logprobs not considered, and the reason: the first problem found."""
+    """Return the outcome of a turn, its logprobs not considered, and the reason: the first problem found.
+
+    `unplaced` says why content that is not text keeps it from being trained.
+    """
     if aborted is not None:
         return Outcome.ABORTED, aborted
     call, place, end = running.call, running.place, turn.finish_reason
@@ -318,10 +275,9 @@ def _outcome(
         ("no_prompt_ids", not turn.prompt_length),
         ("no_token_ids", not len(turn.token_ids)),
         ("unplanned_choice", not is_planned),
-        ("another_model", asked and not running.captured.models <= {asked}),
+        ("another_model", asked and not running.models <= {asked}),
         ("beam_search", call.body.get("use_beam_search")),
-        ("media", call.has_other_media),
-        ("image_places_unknown", call.images and not has_places),
+        (unplaced, unplaced is not None),
         (f"engine_{end}" if end in CUT_OFF_ENDS else "engine_cut_off", end not in SAMPLED_ENDS),
     ):
         if applies:

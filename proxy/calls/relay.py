@@ -30,7 +30,6 @@ from proxy.sessions.roles import corrections
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import NewTurn
-from turnwise.engine_plugin import images
 from turnwise.errors import (
     ClientLeft,
     Conflict,
@@ -49,7 +48,6 @@ from turnwise.types import Role
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
-RERENDERED = images.RERENDERED.encode()
 NOT_STORED = "not_stored"
 """Reason of a call whose turn is not known to be stored, in the metric alone."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
@@ -130,7 +128,7 @@ class Relay:
 
     async def _record_failure(self, running: Running, error: BaseException) -> None:
         """Store and count a failed or aborted call, with what was sampled until then."""
-        is_cut_off = bool(running.captured.choices)
+        is_cut_off = bool(running.choices)
         if isinstance(error, PromptTooLong):
             running.num_prompt_tokens = error.num_tokens
         elif isinstance(error, EngineRefused) and not error.is_transient:
@@ -163,21 +161,8 @@ class Relay:
         await self._sessions.plan(place, call)
         lane = running.lane = await self._pool.admit(place.session, call.policy_version, has_waited=running.has_waited)
         running.version_first = running.version_last = lane.sampled_version
-        for step in self._steps.sent:
-            step(running)
         self._faults.point("before_engine")
-        headers = {"x-request-id": running.attempt.call_id}
-        try:
-            sent = await lane.engine.sample(call, place, lane.model, headers)
-        except EngineRefused as refused:
-            if call.images and place.parent is not None and RERENDERED in refused.body:
-                place.start_chain("media_rerendered")
-            elif lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND:
-                raise
-            else:
-                await self._pool.load_again(lane)
-            sent = await lane.engine.sample(call, place, lane.model, headers)
-        with sent as answer:
+        with await self._send(running, lane) as answer:
             try:
                 if call.stream:
                     return await self._relay_events(answer, running, lane, send)
@@ -193,10 +178,32 @@ class Relay:
                     problem = "closed the connection before its reply was complete"
                 raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
         running.version_last = lane.sampled_version
-        (shown,) = lane.read_reply([raw], running.captured, call, place)
-        if not running.captured.choices:
+        (shown,) = lane.read_reply([raw], running, call, place)
+        if not running.choices:
             raise EngineUnavailable(f"the engine at {lane.engine.url} answered without a choice; retry")
         return shown
+
+    async def _send(self, running: Running, lane: Lane) -> Answer:
+        """Send a call to its engine; if that refuses it, once more as a new chain or with its adapter loaded again."""
+        call, place, headers = running.call, running.place, {"x-request-id": running.attempt.call_id}
+        while True:
+            if call.media is not None:
+                call.media.sent(call, place, lane.engine.url)
+            for step in self._steps.sent:
+                step(running)
+            try:
+                return await lane.engine.sample(call, place, lane.model, headers)
+            except EngineRefused as refused:
+                reason = None if call.media is None or place.parent is None else call.media.why_refused(refused.body)
+                if running.is_sent_again or (
+                    reason is None and (lane.adapter is None or refused.status != HTTPStatus.NOT_FOUND)
+                ):
+                    raise
+            running.is_sent_again = True
+            if reason is not None:
+                place.start_chain(reason)
+            else:
+                await self._pool.load_again(lane)
 
     async def _relay_events(self, answer: Answer, running: Running, lane: Lane, send: Send) -> bytes:
         """Send the events of a stream up to the finishing ones; return these.
@@ -205,7 +212,7 @@ class Relay:
             Disconnected: the stream has no end.
         """
         held, num_bytes, buffer, is_finished = b"", 0, EventBuffer(), False
-        choices = running.captured.choices.values()
+        choices = running.choices.values()
         while data := await answer.next_part():
             running.version_last = lane.sampled_version
             num_bytes += len(data)
@@ -311,8 +318,9 @@ class Relay:
                     param="session_id",
                 ) from error
             raise
-        for step in self._steps.lacking if any(turn.problems for turn in turns) else ():
-            step(turns)
+        for turn in turns:
+            for name in turn.problems.keys() & self._steps.unpacked.keys():
+                self._steps.unpacked[name].labels(turn.problems[name]).inc()
         if any(turn.reason == stored_turns.SESSION_ENDED for turn in turns):
             self._sessions.cache.drop(key)
         return is_first

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from proxy.dialects.registry import DIALECTS
 
 if TYPE_CHECKING:
+    from prometheus_client import Counter
+
     from proxy.calls.capture import Running
     from proxy.dialects.base import Call
     from proxy.metrics import Counted
@@ -32,6 +34,8 @@ class CallStep:
     """Fields of a new session that it serves, each with what raises a `ValueError` at a value that it refuses."""
     counters: ClassVar[Mapping[str, Counted]] = {}
     """Its metrics by the names of its attributes that hold them."""
+    unpacked: ClassVar[Mapping[str, Counted]] = {}
+    """Its metrics of turns that are stored without a part of this name, labelled with the reason."""
 
     rows: tuple[MakeRowStep, ...] = ()
     """What it does with rows of turns in the writing process."""
@@ -49,10 +53,6 @@ class CallStep:
     async def asked(self, running: Running) -> None:
         """Take a call whose request was read."""
 
-    def opened(self, session: Session) -> Session:
-        """Return a session that is about to be created, as it is stored."""
-        return session
-
     def entered(self, call: Call, session: Session, key_id: str) -> None:
         """Change a call whose session is known, before its conversation is read; also one whose tokens are counted."""
 
@@ -60,22 +60,16 @@ class CallStep:
         """Take a call that has its session; one without a place repeats the answer of an earlier call."""
 
     def sent(self, running: Running) -> None:
-        """Take a call whose lane is chosen, just before the engine gets it."""
+        """Take a call whose lane is chosen, just before the engine gets it; again where it gets it a second time."""
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         """Take a call's turns before they are stored, also those of a call that was cut off after its first token."""
-
-    def lacking(self, turns: list[NewTurn]) -> None:
-        """Take a call's turns that were just stored, some of them without parts that were given (`problems`)."""
 
     def received(self, running: Running) -> None:
         """Take a call that has its reply or has failed, while it still has its lane."""
 
     def ended(self, running: Running) -> None:
         """Take a call after its last byte, however far it came: also one that was refused or repeated an answer."""
-
-    async def close(self) -> None:
-        """End what runs beside calls, when the process ends and no call runs any more."""
 
 
 StepT = TypeVar("StepT", bound=CallStep)
@@ -86,8 +80,10 @@ class Steps:
 
     def __init__(self, kinds: Iterable[type[CallStep]], services: Any) -> None:
         self._on: list[CallStep] = []
+        self.unpacked: dict[str, Counter] = {}
         for kind in kinds:
             metrics = {name: services.metrics.counter(*each) for name, each in kind.counters.items()}
+            self.unpacked |= {name: services.metrics.counter(*each) for name, each in kind.unpacked.items()}
             if kind.is_on(services.settings):
                 step = kind(services)
                 vars(step).update(metrics)
@@ -96,12 +92,10 @@ class Steps:
         self.session_fields = {name: check for step in self._on for name, check in step.session_fields.items()}
         self.columns = [column for step in self._on for column in step.columns]
         self.admitted = self._overridden(lambda kind: kind.admitted)
-        self.opened = self._overridden(lambda kind: kind.opened)
         self.entered = self._overridden(lambda kind: kind.entered)
         self.placed = self._overridden(lambda kind: kind.placed)
         self.sent = self._overridden(lambda kind: kind.sent)
         self.built = self._overridden(lambda kind: kind.built)
-        self.lacking = self._overridden(lambda kind: kind.lacking)
         self.received = self._overridden(lambda kind: kind.received)
         self.ended = self._overridden(lambda kind: kind.ended)
 
@@ -116,7 +110,3 @@ class Steps:
     def of(self, kind: type[StepT]) -> StepT:
         """Return the step of a feature that is on."""
         return next(step for step in self._on if isinstance(step, kind))
-
-    async def close(self) -> None:
-        for step in self._on:
-            await step.close()

@@ -9,6 +9,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -102,6 +103,8 @@ class Call:
     wants_token_ids: bool
     engine_fields: Json = dataclasses.field(default_factory=dict)
     """Fields that features add to the engine's request, beside what capture needs."""
+    hides: dict[str, re.Pattern[bytes]] = dataclasses.field(default_factory=dict)
+    """The texts of a reply that features have asked for and the client does not get, by names of their own."""
     hides_thinking: bool = False
     """Whether the client asked for no reasoning; it then gets no token ids and logprobs either, as from vLLM."""
     session_id: str | None = None
@@ -130,9 +133,9 @@ class Call:
     policy_version: PolicyVersion | None = None
     """The version that the call names as its model, as `NAME@VERSION`; None where it names none."""
     images: Mapping[str, Media] = dataclasses.field(default_factory=dict)
-    """The images that its messages name, by their digests."""
-    has_other_media: bool = False
-    """Whether its messages have parts that are neither text nor images."""
+    """The files that its messages name, by their digests."""
+    media: Any = None
+    """What takes care of its content that is not text, a `proxy.sessions.place.CallMedia`; None of a call of text."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 
@@ -208,8 +211,8 @@ class Choice:
     finish_reason: str | None = None
     prompt_ids: bytes = b""
     """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
-    beside: Json = dataclasses.field(default_factory=dict)
-    """What the engine returns of each token beside these, by its field; no client gets it."""
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the engine has returned of it that becomes a part of its turn, by the part's name."""
 
     def message(self) -> Json:
         for call, pieces in self.calls.values():
@@ -227,12 +230,12 @@ class Captured:
     """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them. `SENT` for those that were
     sent."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
-    places: list[Json] | None = None
-    """Where the prompt's images are, as the engine says; None if it does not say."""
+    said: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    """The first group of the first text that `Call.hides` has found, by the same names."""
     models: set[str] = dataclasses.field(default_factory=set)
     """The models and adapters that the engine says it has sampled with; one, unless it has mixed calls up."""
-    hidden: set[str] = dataclasses.field(default_factory=set)
-    """Fields of the reply that only the proxy has asked for."""
+    gives: set[str] = dataclasses.field(default_factory=set)
+    """The parts of turns that the engine has returned."""
     usage: bytes = b"null"
     """The engine's last count of tokens, as JSON."""
 

@@ -6,6 +6,7 @@ Nothing is derived from version numbers. The template is found by rendering the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Generator
 from pathlib import Path
@@ -25,7 +26,6 @@ from turnwise.verify.engine import (
     check_sampling_defaults,
     enforces_strict_tools,
     grammar_settings,
-    most_alternatives,
     read_sampling_defaults,
     weights_dtype,
 )
@@ -76,8 +76,11 @@ async def check_features(engine: Engine) -> None:
     engine.has_lora = await _has_lora(engine)
     await _check_capture(engine)
     engine.defaults = await find_sampling_defaults(engine)
-    engine.dtype, engine.has_tool_grammar, engine.max_logprobs, told = await _read_server_info(engine)
-    engine.defaults = {**engine.defaults, **told}
+    engine.info = await _read_server_info(engine)
+    engine.dtype = weights_dtype(engine.info)
+    engine.defaults = {**engine.defaults, **grammar_settings(engine.info)}
+    if engine.info and enforces_strict_tools(engine.info):
+        log.warning("the engine at %s: %s", engine.url, STRICT_TOOLS_ADVICE)
 
 
 async def _check_capture(engine: Engine) -> None:
@@ -128,20 +131,16 @@ async def _answer(engine: Engine, check: Generator[Json, Json, T], call: str) ->
             raise EngineUnsuitable(f"the engine at {engine.url} refuses {call}: {refused}") from refused
 
 
-async def _read_server_info(engine: Engine) -> tuple[str | None, bool, int, Json]:
-    """Return an engine's number format, whether it enforces strict tools, its most alternatives, and on grammars.
+async def _read_server_info(engine: Engine) -> Json:
+    """Return what an engine says of how it was started; nothing if it is not vLLM, or without its development routes.
 
     Raises:
         EngineUnavailable: no answer.
     """
-    try:
+    with contextlib.suppress(EngineRefused):
         info = await engine.ask("GET", SERVER_INFO_ROUTE, seconds=60.0, config_format="json")
-    except EngineRefused:  # not vLLM, or without its development routes
-        return None, True, 0, {}
-    has_tool_grammar = enforces_strict_tools(info)
-    if has_tool_grammar:
-        log.warning("the engine at %s: %s", engine.url, STRICT_TOOLS_ADVICE)
-    return weights_dtype(info), has_tool_grammar, most_alternatives(info), grammar_settings(info)
+        return info if isinstance(info, dict) else {}
+    return {}
 
 
 async def _has_lora(engine: Engine) -> bool:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
-import functools
 import logging
 import math
 import time
@@ -22,20 +21,12 @@ import orjson
 
 from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
-from proxy.engines.vllm_forms import (
-    ROUTED,
-    read_parts,
-    reject_prompt_logprobs,
-    request,
-    take_places,
-    tool_grammar,
-    without_thinking,
-)
+from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request, without_thinking
 from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
 from turnwise.telemetry.tracing import current_request
-from turnwise.types import TOOL_GRAMMAR, Json, PolicyKind, PolicyVersion
+from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
 
 log = logging.getLogger(__name__)
@@ -114,18 +105,8 @@ class Lane:
         """
         engine, inside, requested = self.engine, self.model, call.model or self.engine.model
         try:
-            if call.images:
-                parts = take_places(parts, captured)
-                engine.places_images = captured.places is not None
-            shown = read_parts(
-                parts,
-                captured,
-                place.prompt,
-                shows_logprobs=call.wants_logprobs,
-                shows_token_ids=call.wants_token_ids,
-                shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
-            )
-            engine.returns_routing |= ROUTED in captured.hidden
+            shown = read_parts(parts, captured, call, place.prompt)
+            engine.gives |= captured.gives
             if call.hides_thinking:
                 shown = list(map(without_thinking, shown))
         except NOT_A_COMPLETION as error:
@@ -171,17 +152,12 @@ class Engine:
         """Number format of its weights, such as `float32`; None if it does not say."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
-        self.has_tool_grammar = True
-        """Whether it samples strict tool calls, and single ones, under a grammar; True also where that is unknown."""
+        self.info: Json = {}
+        """How it was started, as it says; empty if it does not say."""
         self.defaults: Mapping[str, object] = {}
         """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
-        self.returns_routing = False
-        """Whether one of its replies had the experts of its tokens."""
-        self.max_logprobs = 0
-        """Most alternatives that a call may ask for; 0 where that is not known."""
-        self.places_images: bool | None = None
-        """Whether it takes token ids with images and says where these are, as our plug-in does; None before its first
-        reply to a call with images."""
+        self.gives: set[str] = set()
+        """The parts of turns that one of its replies had."""
         self.problem: str | None = None
         """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
         self.own_model = PolicyVersion(version=0, path="")
@@ -256,35 +232,6 @@ class Engine:
     @property
     def is_serving(self) -> bool:
         return self.state in SERVING
-
-    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-        """Send a call; the caller reads the answer in a `with` block.
-
-        Raises:
-            EngineUnavailable: no connection, or one that broke before the answer's head.
-            EngineRefused: an error status, with the engine's own body.
-        """
-        context = current_request.get()
-        if context is not None:
-            trace = context.trace
-            traceparent = context.traceparent if trace is None else trace.start_engine(self.url + path)
-            headers = {**headers, "traceparent": traceparent}
-        started = time.perf_counter()
-        try:
-            try:
-                answer = await self._http.request("POST", path, body, headers)
-            except NotConnected as error:
-                if error.is_local or not await self._wait_for_return(error):
-                    raise
-                answer = await self._http.request("POST", path, body, headers)
-            if self.observe_head is not None:
-                self.observe_head(time.perf_counter() - started)
-            if answer.status >= 400:
-                with answer:
-                    raise EngineRefused(answer.status, await answer.read())
-        except Disconnected as error:
-            raise self._unavailable(error) from error
-        return answer
 
     async def _wait_for_return(self, error: NotConnected) -> bool:
         """Take the engine out, because it took no connection, and wait; return whether it is back."""
@@ -449,14 +396,31 @@ class Engine:
             EngineRefused: an error status, with the engine's own body.
             InvalidRequest: the request would crash the engine.
         """
-        if call.images and self.places_images is False and place.parent is not None:
-            place.start_chain("engine_without_plugin")
-        make = functools.partial(request, call, place, returns_routing=self.returns_routing)
-        body = await asyncio.to_thread(make) if call.images else make()
+        body = request(call, place) if call.media is None else await asyncio.to_thread(request, call, place)
         body["model"] = model
         if self.has_lora or self.adapters:
             reject_prompt_logprobs(body)
-        return await self.post(call.dialect.engine_route, dumps(body), headers)
+        path, context = call.dialect.engine_route, current_request.get()
+        if context is not None:
+            trace = context.trace
+            traceparent = context.traceparent if trace is None else trace.start_engine(self.url + path)
+            headers = {**headers, "traceparent": traceparent}
+        raw, started = dumps(body), time.perf_counter()
+        try:
+            try:
+                answer = await self._http.request("POST", path, raw, headers)
+            except NotConnected as error:
+                if error.is_local or not await self._wait_for_return(error):
+                    raise
+                answer = await self._http.request("POST", path, raw, headers)
+            if self.observe_head is not None:
+                self.observe_head(time.perf_counter() - started)
+            if answer.status >= 400:
+                with answer:
+                    raise EngineRefused(answer.status, await answer.read())
+        except Disconnected as error:
+            raise self._unavailable(error) from error
+        return answer
 
     def effective_sampling(self, call: Call) -> Json:
         """Return how it samples a call: the call's parameters, its own defaults, and what it makes of both."""
@@ -465,9 +429,6 @@ class Engine:
         temperature = sampling.get("temperature", unset.get("temperature"))
         if isinstance(temperature, int | float) and 0 < temperature < LOWEST_TEMPERATURE:
             unset["temperature"] = LOWEST_TEMPERATURE
-        is_forced = sampling.get("tool_choice") is not None
-        if (is_forced or self.has_tool_grammar) and (found := tool_grammar(call, is_strict=self.has_tool_grammar)):
-            unset[TOOL_GRAMMAR] = found
         return {**sampling, **unset} if unset else sampling
 
     async def tokenise(self, request: Json) -> list[int]:

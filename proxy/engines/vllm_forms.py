@@ -9,7 +9,7 @@ every other byte stays as the engine wrote it.
 
 from __future__ import annotations
 
-import base64
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -21,32 +21,21 @@ import orjson
 from proxy.dialects.base import SENT, Call, Captured, Choice, call_key, call_part, joined_name
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
-from turnwise.engine_plugin.images import FIELD as PLACES
-from turnwise.engine_plugin.supports import FIELD
+from turnwise import parts as turn_parts
 from turnwise.errors import InvalidRequest
-from turnwise.types import IMAGE_URL, Json
+from turnwise.types import Json
 from turnwise.verify.engine import CHAT_ROUTE
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
 """Request fields that capture always sets on the chat route."""
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
-ROUTED, USAGE = "routed_experts", "usage"
-ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
-"""The experts of each token; no JSON string can contain this text, because it escapes quotes."""
-SUPPORTS = re.compile(rb',\s*"%b":\s*(?:"[^"]*"|\[[^]]*\])' % FIELD.encode())
-"""Which ids could be sampled, behind a token's logprob or behind those of all tokens; no text can contain this."""
-NAMED = re.compile(rb'"image_url":\{"url":"%b([0-9a-f]{64})"\}' % IMAGE_URL.encode())
-"""An image in the JSON of messages."""
-PLACED = re.compile(rb',\s*"%b":\s*"([A-Za-z0-9+/=]*)"' % PLACES.encode())
-"""The places of a prompt's images; no text can contain this."""
-SUPPORT_KEY = FIELD.encode()
-NO_PARAMETERS: Json = {"type": "object", "properties": {}}
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
 CUT = b"[-1]"
 """Stands for the prompt's ids in the text that is decoded; no engine writes an id so."""
 LOGPROBS, NO_LOGPROBS = b'"logprobs":{', b'"logprobs":null'
+STREAM_OPTIONS = "stream_options"
 SEPARATOR = b"\n"
 """Between the parts: no JSON string has a line feed, and no chunk has one elsewhere."""
 ABSENT = msgspec.Raw(NULL)
@@ -73,8 +62,6 @@ class EngineChoice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = ABSENT
     """Set on the completions route, whose choices may have different prompts."""
-    routed_experts: str | None = None
-    """An .npy array in base64, in whole replies of an engine that returns them."""
 
 
 class EngineReply(msgspec.Struct, gc=False):
@@ -87,69 +74,65 @@ class EngineReply(msgspec.Struct, gc=False):
     usage: msgspec.Raw = ABSENT
 
 
-_reply = msgspec.json.Decoder(EngineReply)
+@functools.cache
+def _form(*fields: str) -> tuple[msgspec.json.Decoder[Any], dict[str, re.Pattern[bytes]]]:
+    """Return the decoder of replies whose choices may have these fields with texts, and the text of each in a reply.
+
+    No JSON string can contain that text, because it escapes quotes.
+    """
+    own = [(field, str | None, None) for field in fields]
+    choice = msgspec.defstruct("Choice", own, bases=(EngineChoice,), gc=False)
+    reply = msgspec.defstruct("Reply", [("choices", list[choice])], bases=(EngineReply,), gc=False)  # type: ignore[valid-type]
+    texts = {field: re.compile(rb'"%b":\s*"[^"]*"' % field.encode()) for field in fields}
+    return msgspec.json.Decoder(reply), texts
 
 
-def read_parts(
-    parts: list[bytes],
-    captured: Captured,
-    prompt: EncodedIds | None = None,
-    *,
-    shows_logprobs: bool,
-    shows_token_ids: bool,
-    shows_empty: bool,
-) -> list[bytes]:
+def read_parts(parts: list[bytes], captured: Captured, call: Call, prompt: EncodedIds | None = None) -> list[bytes]:
     """Capture a whole reply, or chunks of a stream; return what the client gets of them.
 
     Args:
         parts: the whole reply, or chunks that arrived together.
         captured: what the call has captured so far.
+        call: the call, whose client gets the logprobs and token ids that it asked for, and of a stream without both no
+            parts without text and finish reason; nor the count of tokens, if features alone have asked for it.
         prompt: the prompt that was sent; None if the engine has rendered it.
-        shows_logprobs: whether the client gets the logprobs.
-        shows_token_ids: whether the client gets the token ids.
-        shows_empty: whether the client gets parts without text and finish reason.
 
     Raises:
         msgspec.DecodeError: a part is not what the engine's route answers.
     """
+    decoder, texts = _form(*turn_parts.reply_fields)
     whole = SEPARATOR.join(parts)
     text, echo = _without_echo(whole, prompt)
     try:
-        replies = _reply.decode_lines(text)
+        replies = decoder.decode_lines(text)
     except msgspec.DecodeError:
         whole = NO_NUMBERS.sub(_number_or_null, whole)
         text, echo = _without_echo(whole, prompt)
-        replies = _reply.decode_lines(text)
+        replies = decoder.decode_lines(text)
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
-    has_content = _capture(replies, echo, captured)
-    if shows_token_ids:
+    hides_count = STREAM_OPTIONS in call.engine_fields
+    has_content = _capture(replies, echo, captured, hides_count=hides_count)
+    if call.wants_token_ids:
         text = whole
-    if not shows_logprobs:  # first, because they are most of the text, and are not searched
+    if not call.wants_logprobs:  # first, because they are most of the text, and are not searched
         text = _without_logprobs(text, replies)
-    elif SUPPORT_KEY in text:
-        text = SUPPORTS.sub(b"", text)
-    if not shows_token_ids:
+    if not call.wants_token_ids:
         text = IDS.sub(b'token_ids":null', text)
-    if ROUTED in captured.hidden:
-        text = ROUTING.sub(b'"routed_experts":null', text)
-    if shows_empty and USAGE in captured.hidden:
-        has_content = [bool(reply.choices) for reply in replies]
-        shows_empty = False
+    for field, found_text in texts.items() if captured.gives else ():
+        text = found_text.sub(b'"%b":null' % field.encode(), text)
+    for name, pattern in call.hides.items():
+        if (found := pattern.search(text)) is not None:
+            captured.said.setdefault(name, found[1])
+            text = pattern.sub(b"", text)
+    if call.wants_logprobs or call.wants_token_ids or not call.stream:
+        has_content = [bool(reply.choices) or not hides_count for reply in replies]
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
-    return shown if shows_empty or all(has_content) else list(itertools.compress(shown, has_content))
+    return shown if all(has_content) else list(itertools.compress(shown, has_content))
 
 
 def _number_or_null(found: re.Match[bytes]) -> bytes:
     return found[0] if found[0].startswith(b'"') else NULL
-
-
-def take_places(parts: list[bytes], captured: Captured) -> list[bytes]:
-    """Capture where the prompt's images are; return the parts without what says it."""
-    for part in parts if captured.places is None else ():
-        if (found := PLACED.search(part)) is not None:
-            captured.places = orjson.loads(base64.b64decode(found[1]))
-    return [PLACED.sub(b"", part) for part in parts]
 
 
 def read_ids(array: msgspec.Raw, echo: bytes | None) -> bytes:
@@ -179,20 +162,21 @@ def _is_list_of_ids(array: bytes) -> bool:
     return separators == b"[%b]" % (b"," * (len(separators) - 2))
 
 
-def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured) -> list[bool]:
+def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured, *, hides_count: bool) -> list[bool]:
     """Capture parts; return which of them hold anything for a client that asked for text only."""
     has_content = []
     for reply in replies:
         if reply.prompt_token_ids is not ABSENT:
             captured.prompt_ids = read_ids(reply.prompt_token_ids, echo) or captured.prompt_ids
-        is_filled = not (reply.choices or USAGE in captured.hidden)
+        is_filled = not (reply.choices or hides_count)
         for part in reply.choices:
             choice = captured.choices.get(part.index)
             if choice is None:
                 choice = captured.choices[part.index] = Choice()
-            if part.routed_experts is not None:
-                choice.beside[ROUTED] = part.routed_experts
-                captured.hidden.add(ROUTED)
+            for field, name in turn_parts.reply_fields.items():
+                if (given := getattr(part, field)) is not None:
+                    choice.given[name] = given
+                    captured.gives.add(name)
             if part.prompt_token_ids is not ABSENT:
                 choice.prompt_ids = read_ids(part.prompt_token_ids, echo) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
@@ -294,7 +278,7 @@ def without_thinking(raw: bytes) -> bytes:
     return orjson.dumps(reply)
 
 
-def request(call: Call, place: CallPlace, *, returns_routing: bool) -> Json:
+def request(call: Call, place: CallPlace) -> Json:
     """Return the request of a call, with the options that capture needs, for `dumps`."""
     body = dict(call.body)
     if call.dialect.engine_route != CHAT_ROUTE:
@@ -307,41 +291,12 @@ def request(call: Call, place: CallPlace, *, returns_routing: bool) -> Json:
     if not is_refused:
         body |= FORCED
         body |= call.engine_fields
-    if call.images:
-        body |= _with_images(call, place)
+    of_media = None if call.media is None else call.media.request(call, place)
+    if of_media is not None:
+        body |= of_media
     elif place.prompt is not None:
         body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(place.prompt.json())}
-    if place.prompt is not None and returns_routing and place.parent is not None:
-        # Leaves out the experts of earlier turns' tokens. The last token before this turn's own was not routed when it
-        # was sampled, so its experts are this turn's.
-        body["routed_experts_prompt_start"] = place.prompt.num_ids - len(place.between) - 1
     return body
-
-
-def _with_images(call: Call, place: CallPlace) -> Json:
-    """Return the messages with their images, and by our plug-in's field the prompt that extends a turn."""
-    given: Json = {}
-    if place.prompt is not None:
-        first = place.prompt.num_ids - len(place.between)
-        given = {"ids": orjson.Fragment(place.prompt.json()), "ranges": place.places, "first": first}
-    arguments = {**(call.body.get("chat_template_kwargs") or {}), PLACES: given}
-    return {"messages": orjson.Fragment(data_urls(call)), "chat_template_kwargs": arguments}
-
-
-def data_urls(call: Call) -> bytes:
-    """Return the JSON of a call's messages with its images as data URLs.
-
-    A text cannot contain the name of an image with these quotes.
-    """
-
-    def data_url(found: re.Match[bytes]) -> bytes:
-        image = call.images.get(found[1].decode())
-        if image is None:  # a field of the client's that looks like an image
-            return found[0]
-        content = base64.b64encode(image.content)
-        return b'"image_url":{"url":"data:%b;base64,%b"}' % (image.media_type.encode(), content)
-
-    return NAMED.sub(data_url, call.messages_json)
 
 
 def reject_prompt_logprobs(body: Json) -> None:
@@ -361,47 +316,3 @@ def reject_prompt_logprobs(body: Json) -> None:
             param=field,
             code="engine_has_lora",
         )
-
-
-def tool_grammar(call: Call, *, is_strict: bool) -> Json | bool:
-    """Return the grammar of tools that vLLM samples a call under, which the call does not name.
-
-    A required or named tool is a JSON schema (vllm/tool_parsers/utils.py: get_json_schema_from_tools), unless the
-    engine's parser has a form of its own, whose replies no walk of this schema accepts. An engine that enforces strict
-    tools makes a structural tag of its parser's in its place, also where a tool is strict or only one call is allowed.
-
-    Args:
-        call: The call.
-        is_strict: Whether the engine enforces strict tools.
-
-    Returns:
-        The schema; True where only the engine knows the grammar; False where there is none, or `tool_choice` says it.
-    """
-    choice: Any = call.body.get("tool_choice") or "auto"
-    tools = call.tools
-    if not tools or choice == "none":
-        return False
-    functions: list[Any] = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-    is_single = call.body.get("parallel_tool_calls") is False
-    if choice == "auto":
-        is_any_strict = any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
-        return is_strict and (is_single or is_any_strict)
-    try:
-        schemas = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in functions}
-        found = _any_call(schemas, is_single=is_single) if choice == "required" else schemas[choice["function"]["name"]]
-    except (TypeError, LookupError, AttributeError):
-        return False
-    return False if is_strict else found
-
-
-def _any_call(schemas: Mapping[str, Json], *, is_single: bool) -> Json:
-    """Return the schema of a list of calls; the tools' definitions become its own."""
-    calls: list[Json] = []
-    definitions: Json = {}
-    for name, schema in schemas.items():
-        definitions |= schema.get("$defs", {})
-        parameters = {field: value for field, value in schema.items() if field != "$defs"}
-        properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
-        calls.append({"properties": properties, "required": ["name", "parameters"]})
-    found: Json = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
-    return found | ({"maxItems": 1} if is_single else {}) | ({"$defs": definitions} if definitions else {})

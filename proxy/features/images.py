@@ -13,24 +13,30 @@ import hashlib
 import ipaddress
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+import numpy as np
+import orjson
 from pydantic import Field
 
 from proxy.calls.steps import CallStep
-from proxy.dialects.base import Call
+from proxy.dialects.base import SENT, Call, Captured
 from proxy.sessions.conversation import TEXT_PARTS
+from proxy.sessions.forest import KnownTurn, encoded, ids_as_text
+from proxy.sessions.place import CallMedia, CallPlace
+from turnwise.engine_plugin.images import FIELD, RERENDERED
 from turnwise.errors import InvalidRequest, TooLarge
 from turnwise.settings import Settings
-from turnwise.types import IMAGE_URL, Json, Media
+from turnwise.types import IMAGE_URL, IMAGES, Json, Media, TokenIds, image_digests, pack_images
 
 if TYPE_CHECKING:
     from proxy.services import Services
     from proxy.settings import ProxySettings
+    from proxy.writer.process import NewTurn
 
 IMAGE_PARTS = ("image_url", "input_image")
 OTHER_MEDIA = (
@@ -57,6 +63,12 @@ REDIRECTS = (301, 302, 303, 307, 308)
 P = ParamSpec("P")
 T = TypeVar("T")
 AddrInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
+Ranges: TypeAlias = list[tuple[int, int]]
+"""Offset and length of images in a prompt, in order."""
+NAMED = re.compile(rb'"image_url":\{"url":"%b([0-9a-f]{64})"\}' % IMAGE_URL.encode())
+"""An image in the JSON of messages."""
+PLACED = re.compile(rb',\s*"%b":\s*"([A-Za-z0-9+/=]*)"' % FIELD.encode())
+"""The places of a prompt's images, as our plug-in says them; no text can contain this."""
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _NOT_PUBLIC = [
     ipaddress.ip_network(each)
@@ -98,6 +110,7 @@ class Images(CallStep):
         self._metrics = services.metrics
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         services.take_media = self.take
+        self._without_plugin: set[str] = set()
 
     @classmethod
     def is_on(cls, settings: ProxySettings) -> bool:
@@ -113,7 +126,7 @@ class Images(CallStep):
             InvalidRequest: A URL or a file cannot be served, or there are too many images.
             TooLarge: An image, or all that were fetched, have too many bytes.
         """
-        messages, images, num_images, num_fetched = [], dict(call.images), 0, 0
+        messages, images, num_images, num_fetched, has_other = [], dict(call.images), 0, 0, False
         for message in call.messages:
             content = message.get("content")
             parts = list(content) if isinstance(content, list) else []
@@ -125,7 +138,7 @@ class Images(CallStep):
                     self._metrics.dropped_fields.labels("uuid").inc()
                     parts[place] = {name: value for name, value in part.items() if name != "uuid"}
                 if kind not in IMAGE_PARTS:
-                    call.has_other_media |= kind not in TEXT_PARTS
+                    has_other |= kind not in TEXT_PARTS
                     _check_is_inline(kind, part)
                 else:
                     num_images += 1
@@ -142,7 +155,7 @@ class Images(CallStep):
                     parts[place] = {"type": "image_url", "image_url": {"url": IMAGE_URL + digest}}
             messages.append({**message, "content": parts} if parts else message)
         call.messages = call.body["messages"] = messages
-        call.images = images
+        call.media = MediaOfCall(images, self._without_plugin, has_other=has_other) if images or has_other else None
 
     async def _read(self, url: str, images: dict[str, Media], num_fetched: int) -> tuple[str, Media, bool]:
         """Return the digest of an image, the image, and whether it was fetched."""
@@ -167,6 +180,131 @@ class Images(CallStep):
             raise _refused(url, f"its file is none of {served}; convert it to one of these", "unknown_image_type")
         digest = await _in_thread(len(content), _digest, content)
         return digest, Media(media_type, content), is_fetched
+
+
+class MediaOfCall(CallMedia):
+    """The images of a call by their digests, and whether it has content of another kind, which is never trained."""
+
+    def __init__(self, images: dict[str, Media], without_plugin: set[str], *, has_other: bool) -> None:
+        """`without_plugin` has the URLs of engines whose last reply to such a call did not say where its images are."""
+        self.images = images
+        self._without_plugin = without_plugin
+        self._url = ""
+        """Of the engine that gets the call."""
+        self._has_other = has_other
+        self._placed: list[Json] | None = None
+        """The images of the whole prompt with their places; None where the engine did not say where they are."""
+        self._num_old = 0
+        """How many of them the turn has that the call extends."""
+
+    def why_not_extended(self, call: Call, path: Sequence[KnownTurn]) -> str | None:
+        if self._has_other:
+            return "media"
+        shown = image_digests(call.messages[: path[0].num_messages]) if self.images else []
+        return None if len(_ranges(path)) == len(shown) else "image_places_unknown"
+
+    def sent(self, call: Call, place: CallPlace, url: str) -> None:
+        self._url = url
+        if self.images:
+            call.hides[IMAGES] = PLACED
+            if place.parent is not None and url in self._without_plugin:
+                place.start_chain("engine_without_plugin")
+
+    def why_refused(self, refusal: bytes) -> str | None:
+        return RERENDERED if RERENDERED.encode() in refusal else None
+
+    def request(self, call: Call, place: CallPlace) -> Json | None:
+        """Return the messages with their images, and by our plug-in's field the prompt that extends a turn."""
+        if not self.images:
+            return None
+        given: Json = {}
+        if place.prompt is not None:
+            first = place.prompt.num_ids - len(place.between)
+            given = {"ids": orjson.Fragment(place.prompt.json()), "ranges": _known(place), "first": first}
+        arguments = {**(call.body.get("chat_template_kwargs") or {}), FIELD: given}
+        return {"messages": self.messages(call), "chat_template_kwargs": arguments}
+
+    def messages(self, call: Call) -> Any:
+        """Return a call's messages with its images as data URLs, for JSON.
+
+        A text cannot contain the name of an image with these quotes.
+        """
+        if not self.images:
+            return call.messages
+
+        def data_url(found: re.Match[bytes]) -> bytes:
+            image = self.images.get(found[1].decode())
+            if image is None:  # a field of the client's that looks like an image
+                return found[0]
+            content = base64.b64encode(image.content)
+            return b'"image_url":{"url":"data:%b;base64,%b"}' % (image.media_type.encode(), content)
+
+        return orjson.Fragment(NAMED.sub(data_url, call.messages_json))
+
+    def find(self, call: Call, place: CallPlace, captured: Captured) -> str | None:
+        """Find the images in the prompt; return why the call cannot be trained.
+
+        The prompt that was sent has one placeholder for each new image, which the engine expands. So the place gets the
+        prompt that was sampled after, if that is what was sent in all other tokens.
+        """
+        digests = image_digests(call.messages) if self.images else []
+        said = captured.said.get(IMAGES)
+        if self.images and captured.choices:
+            (self._without_plugin.add if said is None else self._without_plugin.discard)(self._url)
+        found = None if said is None else orjson.loads(base64.b64decode(said))
+        if digests and found is not None and len(found) == len(digests):
+            self._placed = [{"digest": digest, **where} for digest, where in zip(digests, found, strict=True)]
+            known, ranges = _known(place), [(image["offset"], image["length"]) for image in self._placed]
+            self._num_old = len(known)
+            if ranges[: len(known)] == known:
+                _expand(place, captured.prompt_ids, ranges[len(known) :])
+        if self._has_other:
+            return "media"
+        return None if self._placed is not None or not self.images else "image_places_unknown"
+
+    def keep_with(self, turn: NewTurn, *, is_first: bool = True) -> None:
+        added = (self._placed or [])[self._num_old if turn.parent_turn_id is not None else 0 :]
+        if added:
+            turn.parts[IMAGES] = pack_images(added)
+        if self.images and is_first:
+            turn.extra["media"] = {digest: self.images[digest] for digest in image_digests(turn.messages)}
+
+
+def _ranges(path: Sequence[KnownTurn]) -> Ranges:
+    """Return the places of the images in a turn's tokens; `path` begins with the turn."""
+    packed = (turn.parts[IMAGES] for turn in reversed(path) if turn.parts and IMAGES in turn.parts)
+    return [(image["offset"], image["length"]) for images in map(orjson.loads, packed) for image in images]
+
+
+def _known(place: CallPlace) -> Ranges:
+    return [] if place.parent is None else _ranges([*place.forest.ancestors(place.parent)])
+
+
+def _expand(place: CallPlace, echo: bytes, added: Ranges) -> None:
+    """Give a call's place the prompt that the engine has made of the one that was sent; `added` are its new images."""
+    sent = place.prompt
+    if place.parent is None or sent is None or echo == SENT or not added:
+        return
+    before = sent.before if len(place.between) else sent
+    if before is not None and echo.startswith(before.json()[1:-1] + b","):
+        ids = np.fromstring(echo, np.int32, sep=",")
+        between = ids[before.num_ids :]
+        if is_expanded(place.between, between, [(at - before.num_ids, length) for at, length in added]):
+            place.between, place.prompt = between, encoded(ids_as_text(between), len(ids), before)
+
+
+def is_expanded(sent: TokenIds, found: TokenIds, places: Sequence[tuple[int, int]]) -> bool:
+    """Return whether ids are the sent ones but for placeholders, each of which stands for the same few ids."""
+    length, rest = divmod(len(sent) - len(found) + sum(length for _, length in places), len(places))
+    end = end_sent = 0
+    targets = set()
+    for at, whole in places:
+        begin = end_sent + at - end
+        if at < end or not np.array_equal(found[end:at], sent[end_sent:begin]):
+            return False
+        end, end_sent = at + whole, begin + length
+        targets.add(sent[begin:end_sent].tobytes())
+    return not rest and len(targets) == 1 and np.array_equal(found[end:], sent[end_sent:])
 
 
 def _kind(part: Json) -> Any:

@@ -14,7 +14,6 @@ from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
 from proxy.dialects.responses import Responses
 from proxy.dialects.translated import Translated
-from proxy.engines.vllm_forms import data_urls
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object
 from proxy.http.bodies import read_body
 from proxy.http.connections import LEFT
@@ -70,7 +69,7 @@ class CountEndpoint(Endpoint):
     async def _rendered_length(self, call: Call, principal: Principal) -> int:
         engine = self._services.pool.route(principal.key_id)
         rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
-        messages = orjson.Fragment(data_urls(call)) if call.images else call.messages
+        messages = call.messages if call.media is None else call.media.messages(call)
         rendered |= {"messages": messages, "model": engine.model}
         if arguments := template_arguments(call.body):
             rendered["chat_template_kwargs"] = arguments

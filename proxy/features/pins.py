@@ -130,6 +130,7 @@ class PinStep(Pins, CallStep):
         settings, pool = services.settings, services.pool
         assert isinstance(settings, PinSettings)
         super().__init__(settings, lambda policy_id: pool.policy_names.get(policy_id))  # noqa: PLW0108  names are replaced
+        services.opened.append(self.opened)
 
     async def placed(self, running: Running) -> None:
         if EXPLORED in running.call.notes:

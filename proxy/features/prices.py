@@ -13,7 +13,6 @@ import msgspec
 from pydantic import Field
 
 from proxy.calls.steps import CallStep
-from proxy.engines.vllm_forms import USAGE
 from turnwise.features.prices import CHARGE, COST, Charge
 from turnwise.settings import FromJson, Settings
 
@@ -77,14 +76,13 @@ class Prices(CallStep):
 
     def sent(self, running: Running) -> None:
         assert running.lane is not None
-        time_of_engine = self._times[running.lane.engine.url]
-        running.kept[Prices] = time_of_engine.divide()
-        time_of_engine.num_calls += 1
-        call = running.call
+        time_of_engine, call = self._times[running.lane.engine.url], running.call
+        if Prices not in running.kept:
+            running.kept[Prices] = time_of_engine.divide()
+            time_of_engine.num_calls += 1
         options = call.body.get("stream_options") or {}
         if self._needs_usage and call.stream and isinstance(options, dict) and not options.get("include_usage"):
-            call.body = {**call.body, "stream_options": {"include_usage": True}}
-            running.captured.hidden.add(USAGE)
+            call.engine_fields |= {"stream_options": {"include_usage": True}}
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         if Prices in running.kept and (charge := self._charge(running, turns)) is not None:
@@ -107,7 +105,7 @@ class Prices(CallStep):
             return None
         nothing, num_prompt, num_cached = Decimal(0), turns[0].prompt_length, 0
         with contextlib.suppress(msgspec.DecodeError, LookupError, TypeError, ValueError):  # an engine need not say it
-            said = msgspec.json.decode(running.captured.usage)["prompt_tokens_details"]["cached_tokens"]
+            said = msgspec.json.decode(running.usage)["prompt_tokens_details"]["cached_tokens"]
             num_cached = min(num_prompt, max(0, int(said)))
         tokens = table.get("prompt", nothing) * (num_prompt - num_cached)
         tokens += table.get("cached", table.get("prompt", nothing)) * num_cached

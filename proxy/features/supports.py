@@ -1,7 +1,8 @@
-"""Which ids could be sampled at each token: asked of the engine where a call leaves a part of the vocabulary out."""
+"""What a call was sampled from: the ids that its parameters left at each token, and the grammar of its tools."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ from proxy.calls.steps import CallStep
 from turnwise.engine_plugin.supports import FIELD
 from turnwise.sampling import SUPPORT, TRUNCATING
 from turnwise.settings import Settings
-from turnwise.types import Json
-from turnwise.verify.engine import CHAT_ROUTE
+from turnwise.types import TOOL_GRAMMAR, Json
+from turnwise.verify.engine import CHAT_ROUTE, enforces_strict_tools, most_alternatives
 
 if TYPE_CHECKING:
     from proxy.calls.capture import Running
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from proxy.writer.process import NewTurn
 
 NAME = FIELD.encode()
+NO_PARAMETERS: Json = {"type": "object", "properties": {}}
+SHOWN = re.compile(rb',\s*"%b":\s*("[^"]*"|\[[^]]*\])' % NAME)
+"""Which ids could be sampled, behind a token's logprob or behind those of all tokens; no text can contain this."""
 MOST_ALTERNATIVES = 100
 """Ids of a support that are asked for as alternatives: each takes the engine a hundred bytes of JSON, and a token with
 100 of them twice the time."""
@@ -39,7 +43,7 @@ class SupportSettings(Settings):
 
 
 class Supports(CallStep):
-    """Asks for the support of calls that are sampled from a part of the vocabulary."""
+    """Asks for the support of calls that are sampled from a part of the vocabulary, and notes a grammar of tools."""
 
     def __init__(self, services: Services) -> None:
         assert isinstance(services.settings, SupportSettings)
@@ -49,20 +53,22 @@ class Supports(CallStep):
 
     @classmethod
     def is_on(cls, settings: ProxySettings) -> bool:
-        return isinstance(settings, SupportSettings) and settings.support_ids > 0
+        return isinstance(settings, SupportSettings)
 
     def sent(self, running: Running) -> None:
         call, lane = running.call, running.lane
         assert lane is not None
         engine = lane.engine
+        if call.tools and (found := tool_grammar(call, is_strict=enforces_strict_tools(engine.info))):
+            call.notes = call.notes | {TOOL_GRAMMAR: found}
         # `logprob_token_ids` take the place of alternatives.
-        if truncates(call.body, engine.defaults) and not call.body.get("logprob_token_ids"):
-            alternatives = 0 if engine.url in self._with_plugin else engine.max_logprobs
+        if self._most and truncates(call.body, engine.defaults) and not call.body.get("logprob_token_ids"):
+            alternatives = 0 if engine.url in self._with_plugin else most_alternatives(engine.info)
             call.engine_fields |= support_request(call, engine.defaults, self._most, alternatives)
-            running.kept[Supports] = True
+            call.hides[SUPPORT] = SHOWN
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
-        if Supports not in running.kept:
+        if SUPPORT not in running.call.hides:
             return
         for turn in turns:
             turn.given[SUPPORT] = ()
@@ -110,3 +116,47 @@ def support_request(call: Call, defaults: Mapping[str, Any], most: int, num_alte
         name = "top_logprobs" if call.dialect.engine_route == CHAT_ROUTE else "logprobs"
         fields |= {name: alternatives, "return_tokens_as_token_ids": True}
     return fields
+
+
+def tool_grammar(call: Call, *, is_strict: bool) -> Json | bool:
+    """Return the grammar of tools that vLLM samples a call under, which the call does not name.
+
+    A required or named tool is a JSON schema (vllm/tool_parsers/utils.py: get_json_schema_from_tools), unless the
+    engine's parser has a form of its own, whose replies no walk of this schema accepts. An engine that enforces strict
+    tools makes a structural tag of its parser's in its place, also where a tool is strict or only one call is allowed.
+
+    Args:
+        call: The call.
+        is_strict: Whether the engine enforces strict tools.
+
+    Returns:
+        The schema; True where only the engine knows the grammar; False where there is none, or `tool_choice` says it.
+    """
+    choice: Any = call.body.get("tool_choice") or "auto"
+    tools = call.tools
+    if not tools or choice == "none":
+        return False
+    functions: list[Any] = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    is_single = call.body.get("parallel_tool_calls") is False
+    if choice == "auto":
+        is_any_strict = any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
+        return is_strict and (is_single or is_any_strict)
+    try:
+        schemas = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in functions}
+        found = _any_call(schemas, is_single=is_single) if choice == "required" else schemas[choice["function"]["name"]]
+    except (TypeError, LookupError, AttributeError):
+        return False
+    return False if is_strict else found
+
+
+def _any_call(schemas: Mapping[str, Json], *, is_single: bool) -> Json:
+    """Return the schema of a list of calls; the tools' definitions become its own."""
+    calls: list[Json] = []
+    definitions: Json = {}
+    for name, schema in schemas.items():
+        definitions |= schema.get("$defs", {})
+        parameters = {field: value for field, value in schema.items() if field != "$defs"}
+        properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
+        calls.append({"properties": properties, "required": ["name", "parameters"]})
+    found: Json = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    return found | ({"maxItems": 1} if is_single else {}) | ({"$defs": definitions} if definitions else {})

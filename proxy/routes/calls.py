@@ -181,7 +181,7 @@ def end(services: Services, running: Running) -> None:
     """Return all that a call holds, and count its tokens."""
     if running.place is not NOT_YET:
         services.sessions.release(running.place, has_failed=running.answer is None)
-        choices = running.captured.choices.values()
+        choices = running.choices.values()
         running.num_tokens = running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
     if running.attempt is not NOT_YET:
         services.retries.settle(running.attempt, running.answer)

@@ -9,7 +9,6 @@ text of the next turn's new ids, and it is decoded only where a number is needed
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +16,7 @@ import numpy as np
 import orjson
 
 from proxy.sessions.conversation import ConversationDigests, reply_digest, tool_call_ids
-from turnwise.types import DEFAULT_POLICY, Json, Role, TokenIds
+from turnwise.types import DEFAULT_POLICY, Json, Parts, Role, TokenIds
 
 PIECE_BYTES = 160
 """Memory of a piece of ids beside its text, roughly: the two objects."""
@@ -107,8 +106,8 @@ class KnownTurn:
     """When its call started and ended; seconds since 1970."""
     has_child: bool = False
     """Whether a turn whose reply was not cut off extends it, or a call without its tokens went on from it."""
-    places: tuple[tuple[int, int], ...] = ()
-    """Offset and length of the images that its prompt adds to its parent's tokens."""
+    parts: Parts | None = None
+    """The parts of what its prompt adds to its parent's tokens; None without one."""
     tokens: EncodedIds | None = None
     """Prompt and sampled ids; None when they must be read from the store."""
 
@@ -229,11 +228,6 @@ class TurnForest:
         ):
             return "system_changed"
         return "edited_history"
-
-    def places(self, turn: KnownTurn) -> tuple[tuple[int, int], ...]:
-        """Return offset and length of the images in a turn's tokens."""
-        path = [each.places for each in self.ancestors(turn)]
-        return tuple(itertools.chain.from_iterable(reversed(path)))
 
     def call_ids(self, turn: KnownTurn) -> frozenset[str]:
         return frozenset().union(*(each.call_ids for each in self.ancestors(turn)))

@@ -32,9 +32,10 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
 from turnwise.json_text import dumps
+from turnwise.parts import known as PARTS  # noqa: N812
 from turnwise.store import conversations, sessions
 from turnwise.store.database import Connection, Database
-from turnwise.types import Outcome, Role, Session, SessionKey, Turn, placed_images
+from turnwise.types import Outcome, Role, Session, SessionKey, Turn
 
 MAX_SESSIONS = 20_000
 """Maximum number of sessions in the memory of one process."""
@@ -361,6 +362,7 @@ def known_turn(
         system_digest=system_digest,
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        places=tuple([(image["offset"], image["length"]) for image in placed_images(turn)]) if turn.parts else (),
+        parts={name: packed for name, packed in turn.parts.items() if name in PARTS and PARTS[name].is_of_prompt}
+        or None,
         tokens=tokens,
     )

@@ -9,17 +9,19 @@ new chain. If its conversation contains replies, its place names the reason.
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import itertools
 import math
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from proxy.auth import Principal
-from proxy.dialects.base import Call, template_arguments
+from proxy.dialects.base import Call, Captured, template_arguments
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.sessions.conversation import (
@@ -33,15 +35,16 @@ from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, id
 from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
 from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
-from proxy.sessions.rendering import RenderThreads, check_fits
+from proxy.sessions.rendering import UNCOUNTED_BYTES, RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
+from proxy.writer.process import NewTurn
 from turnwise.errors import Conflict, PromptTooLong
 from turnwise.sampling import NUMBERS, with_numbers
 from turnwise.store import conversations, rewards
 from turnwise.store.database import Database
-from turnwise.types import Session, SessionStatus, Split, TokenIds, image_digests
+from turnwise.types import Json, Session, SessionStatus, Split, TokenIds
 
 RENDERED_HERE = 4 * 2**10
 """Bytes of messages that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
@@ -70,14 +73,44 @@ class CallPlace:
     """The prompt to send, which extends the parent's ids; None, without a parent, lets the engine render it."""
     between: TokenIds = dataclasses.field(default_factory=NO_IDS.copy)
     """The prompt's ids after the parent's; they belong to this turn."""
-    places: tuple[tuple[int, int], ...] = ()
-    """Offset and length of the images in the parent's tokens."""
     reason: str | None = None
     """Why a conversation with replies starts a new chain, or branches from an earlier turn than its last reply's."""
 
     def start_chain(self, reason: str) -> None:
         """Let the call extend no turn, because the engine does not take the prompt that extends it."""
-        self.parent, self.prompt, self.between, self.places, self.reason = None, None, NO_IDS, (), reason
+        self.parent, self.prompt, self.between, self.reason = None, None, NO_IDS, reason
+
+
+class CallMedia(abc.ABC):
+    """The content of a call that is not text: a feature brings it to the engine, and finds it in the reply."""
+
+    @abc.abstractmethod
+    def why_not_extended(self, call: Call, path: Sequence[KnownTurn]) -> str | None:
+        """Return why a call cannot extend a turn; `path` has the turn and then its ancestors, newest first."""
+
+    @abc.abstractmethod
+    def sent(self, call: Call, place: CallPlace, url: str) -> None:
+        """Take the call just before the engine with this URL gets it; it may start a chain."""
+
+    @abc.abstractmethod
+    def request(self, call: Call, place: CallPlace) -> Json | None:
+        """Return the request fields that name the prompt; None where the call goes to the engine as one of text."""
+
+    @abc.abstractmethod
+    def messages(self, call: Call) -> Any:
+        """Return the messages for the engine, for JSON."""
+
+    @abc.abstractmethod
+    def why_refused(self, refusal: bytes) -> str | None:
+        """Return the reason of a new chain, where the engine's refusal says that it does not take the prompt."""
+
+    @abc.abstractmethod
+    def find(self, call: Call, place: CallPlace, captured: Captured) -> str | None:
+        """Find the content in the prompt that the reply was sampled after; return why the call cannot be trained."""
+
+    @abc.abstractmethod
+    def keep_with(self, turn: NewTurn, *, is_first: bool = True) -> None:
+        """Let a turn of the call keep what belongs to its messages; the first one also what is stored once a call."""
 
 
 class Sessions:
@@ -217,39 +250,95 @@ class Sessions:
             call.body, call.notes = asked, notes
 
     async def plan(self, place: CallPlace, call: Call) -> None:
-        """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
-        live, conversation = place.live, place.conversation
+        """Decide which turn the call extends and with which prompt; reserve that turn until `release`.
+
+        Raises:
+            PromptTooLong: the messages after the turn cannot fit into the context.
+        """
+        live, conversation, forest = place.live, place.conversation, place.forest
         if not conversation.num_replied:
-            if self._is_shared and place.forest.by_id:
+            if self._is_shared and forest.by_id:
                 await self.cache.refresh(live)  # the role of a new chain depends on the session's others
-            place.reason = place.forest.break_reason(conversation)
+            place.reason = forest.break_reason(conversation)
         elif not self._settings.continuation:
             place.reason = "continuation_off"
-        elif (parent := place.reserved or await self._reserve_deepest(place, call)) is None:
-            place.reason = place.forest.break_reason(conversation)
         else:
-            tokens = parent.tokens or await self.cache.read_tokens(live, parent)
-            if tokens is None:
-                place.reason = "tokens_not_stored"
-            else:
-                limit, keep = self._context_tokens(), self._settings.thinking == "keep"
-                await extend(
-                    place, call, parent, tokens, self.template, self._threads, context_tokens=limit, keep_thinking=keep
-                )
+            if place.reserved is None:
+                parent = forest.deepest(conversation, call.messages)
+                # Another proxy may have stored a longer history, or the whole reply to a retry of a call cut off here.
+                if parent is None or parent.num_messages < conversation.num_replied or parent.is_aborted:
+                    await self.cache.refresh(live)
+                    parent = forest.deepest(conversation, call.messages)
+                if parent is not None:
+                    place.reserved = parent
+                    self._reserved[parent.turn_id] += 1
+            place.reason = await self._extend(place, call)
         if len(live.forests) > 1 and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
             place.reason = "policy_changed"
 
-    async def _reserve_deepest(self, place: CallPlace, call: Call) -> KnownTurn | None:
-        live, conversation = place.live, place.conversation
-        parent = place.forest.deepest(conversation, call.messages)
-        # Another proxy may have stored a longer history, or the complete reply to a retry of a call cut off here.
-        if parent is None or parent.num_messages < conversation.num_replied or parent.is_aborted:
-            await self.cache.refresh(live)
-            parent = place.forest.deepest(conversation, call.messages)
-        if parent is not None:
-            place.reserved = parent
-            self._reserved[parent.turn_id] += 1
-        return parent
+    async def _extend(self, place: CallPlace, call: Call) -> str | None:
+        """Let a call extend the turn that is reserved for it; return why it extends none, or an earlier one.
+
+        Raises:
+            PromptTooLong: the messages after the turn cannot fit into the context.
+        """
+        parent, template, conversation, body = place.reserved, self.template, place.conversation, call.body
+        if parent is None:
+            return place.forest.break_reason(conversation)
+        if (tokens := parent.tokens or await self.cache.read_tokens(place.live, parent)) is None:
+            return "tokens_not_stored"
+        if template is None:
+            return "template_unknown"
+        path = [*place.forest.ancestors(parent)]
+        reason: str | None = None if call.media is None else call.media.why_not_extended(call, path)
+        if reason is not None:
+            return reason
+        # With these fields the prompt ends inside the last message, which the client wrote.
+        if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:
+            return "prefill"
+        if parent.is_truncated or body.get(TRUNCATION) is not None:
+            return "truncated_prompt"
+        if conversation.num_bytes > UNCOUNTED_BYTES:
+            new, limit = call.messages[parent.num_messages :], self._context_tokens()
+            await check_fits(new, tokens.num_ids, limit, lambda: template.longest_tokens)
+        continued = Continued(
+            messages=call.messages,
+            replied=parent.num_messages - 1,
+            last_token=tokens.last_id,
+            reasoning=parent.reasoning,
+            tools=call.tools,
+            arguments=template_arguments(body),
+            keep_thinking=self._settings.thinking == "keep",
+        )
+        try:
+            place.between = await self._render(place, continued, template, path)
+        except Unsafe as unsafe:
+            return unsafe.reason
+        place.parent, place.prompt = parent, tokens
+        if len(place.between):
+            place.prompt = encoded(ids_as_text(place.between), tokens.num_ids + len(place.between), tokens)
+        return place.forest.break_reason(conversation, parent)
+
+    async def _render(
+        self, place: CallPlace, continued: Continued, template: ChatTemplate, path: Sequence[KnownTurn]
+    ) -> TokenIds:
+        """Return the ids after a turn's, in a thread where there is much to render; complete the messages' kinds.
+
+        Raises:
+            Unsafe: the template does not continue the turn's text.
+        """
+        conversation = place.conversation
+        # Thinking is put back into the replies, which clients send without it.
+        thinking = {turn.num_messages - 1: turn.reasoning for turn in path if turn.reasoning}
+        # A copy: another call that begins with the same messages may complete the list at the same time.
+        kinds = conversation.kinds[:]
+        if template.num_rendered(continued, conversation) > RENDERED_HERE or not template.is_local:
+            tenant = place.session.tenant
+            between = await self._threads.run(tenant, template.next_ids, continued, kinds, thinking)
+        else:
+            between = template.next_ids(continued, kinds, thinking)
+        conversation.kinds = kinds
+        return between
 
     async def continued_length(self, call: Call, principal: Principal) -> int | None:
         """Return the number of prompt tokens of a call that would extend a stored turn; None if it extends none.
@@ -274,8 +363,8 @@ class Sessions:
             return None
         finally:
             self.release(place)
-        # The engine alone knows how many tokens an image takes.
-        return None if place.prompt is None or call.images else place.prompt.num_ids
+        # The engine alone knows how many tokens content takes that is not text.
+        return None if place.prompt is None or call.media is not None else place.prompt.num_ids
 
     def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
@@ -337,89 +426,6 @@ def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
         opened_by="call",
         agent=call.agent,
     )
-
-
-async def extend(
-    place: CallPlace,
-    call: Call,
-    parent: KnownTurn,
-    tokens: EncodedIds,
-    template: ChatTemplate | None,
-    threads: RenderThreads,
-    *,
-    context_tokens: float = math.inf,
-    keep_thinking: bool,
-) -> None:
-    """Let a call extend a turn, or set the reason why it starts a new chain.
-
-    Args:
-        place: the call's place, which gets parent, prompt and reason; its conversation gets the messages' kinds.
-        call: the call.
-        parent: the turn.
-        tokens: prompt and sampled ids of the turn.
-        template: the served model's; None while it is not known.
-        threads: where a long conversation is rendered.
-        context_tokens: most tokens of a prompt.
-        keep_thinking: whether to stay on the chain although the template drops earlier thinking.
-
-    Raises:
-        PromptTooLong: the messages after the turn cannot fit into the context.
-    """
-    conversation, forest = place.conversation, place.forest
-    place.reason = _reason_not_to_extend(call, forest, parent, template)
-    if place.reason is not None or template is None:
-        return
-    await check_fits(
-        call.messages[parent.num_messages :], tokens.num_ids, context_tokens, lambda: template.longest_tokens
-    )
-    # Thinking is put back into the replies, which clients send without it.
-    thinking = {turn.num_messages - 1: turn.reasoning for turn in forest.ancestors(parent) if turn.reasoning}
-    continued = Continued(
-        messages=call.messages,
-        replied=parent.num_messages - 1,
-        last_token=tokens.last_id,
-        reasoning=parent.reasoning,
-        tools=call.tools,
-        arguments=template_arguments(call.body),
-        keep_thinking=keep_thinking,
-    )
-    # A copy: another call that begins with the same messages may complete the list at the same time.
-    kinds = conversation.kinds[:]
-    try:
-        if template.num_rendered(continued, conversation) > RENDERED_HERE or not template.is_local:
-            tenant = place.session.tenant
-            between = await threads.run(tenant, template.next_ids, continued, kinds, thinking)
-        else:
-            between = template.next_ids(continued, kinds, thinking)
-    except Unsafe as unsafe:
-        place.reason = unsafe.reason
-        return
-    conversation.kinds = kinds
-    place.between, place.prompt = between, tokens
-    if len(between):
-        place.prompt = encoded(ids_as_text(between), tokens.num_ids + len(between), tokens)
-    if call.images:
-        place.places = forest.places(parent)
-    place.parent, place.reason = parent, forest.break_reason(conversation, parent)
-
-
-def _reason_not_to_extend(
-    call: Call, forest: TurnForest, parent: KnownTurn, template: ChatTemplate | None
-) -> str | None:
-    """Return why this call cannot extend the turn, whatever its messages are; None if it can."""
-    if template is None:
-        return "template_unknown"
-    if call.has_other_media:
-        return "media"
-    if call.images and len(forest.places(parent)) != len(image_digests(call.messages[: parent.num_messages])):
-        return "image_places_unknown"
-    body = call.body
-    # With these fields the prompt ends inside the last message, which the client wrote.
-    if body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False:
-        return "prefill"
-    if parent.is_truncated or body.get(TRUNCATION) is not None:
-        return "truncated_prompt"
-    return None
 
 
 def _goes_on_from_another_policy(place: CallPlace) -> bool:

@@ -298,7 +298,6 @@ def row_of(turn: NewTurn) -> stored_turns.TurnRow:
         encoded_logprobs=b",".join(turn.encoded_logprobs),
         given=turn.given,
         encoded_prompt=turn.encoded_prompt,
-        media=turn.media,
         session_created_at=rows.to_micros(turn.session_created_at),
         **turn.extra,
     )

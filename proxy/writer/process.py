@@ -38,7 +38,7 @@ from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
 from turnwise.telemetry.logs import LogFormat, configure_logging
-from turnwise.types import Media, Outcome, Reward, Session, Turn
+from turnwise.types import Outcome, Reward, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256
@@ -89,8 +89,6 @@ class NewTurn(Turn):
     """What features add to its row, for what follows its append (`turnwise.store.extensions`)."""
     encoded_prompt: bytes = b""
     """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
-    media: dict[str, Media] = dataclasses.field(default_factory=dict)
-    """The images in its messages, which are stored with it."""
 
 
 class Work(NamedTuple):

@@ -17,6 +17,7 @@ from turnwise.types import Turn
 
 EXPERTS = "experts"
 DIMENSIONS = 3
+TOKEN_BYTES = 4
 Routing: TypeAlias = npt.NDArray[np.int16]
 """Experts of each token by layer, -1 where they are not known. [L, layers, experts a token]"""
 
@@ -35,7 +36,7 @@ class Experts(Part):
     """An .npy array of a turn's tokens: from the one before `prompt_delta` to the last but one of `token_ids`."""
 
     name = EXPERTS
-    column = "routed_experts"
+    column = reply_field = "routed_experts"
     is_digested = False
     joined_fields: ClassVar = {
         "routed_experts": "Experts by layer to which the engine routed each token, -1 where they are not known; None "
@@ -43,7 +44,10 @@ class Experts(Part):
     }
 
     def pack(self, given: Any, row: Mapping[str, Any]) -> bytes:
-        packed = pack_routing(*given)
+        end = row["prompt_length"] + len(row["token_ids"]) // TOKEN_BYTES
+        is_root = row["parent_turn_id"] is None
+        start = 0 if is_root else row["prompt_length"] - len(row["prompt_delta"]) // TOKEN_BYTES
+        packed = pack_routing(given, start, end)
         if isinstance(packed, RoutingProblem):
             raise PartProblem(packed.value, f"without the experts that the engine returned: {packed}")
         return packed

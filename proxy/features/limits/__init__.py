@@ -25,6 +25,7 @@ class CallLimits(CallStep):
         self._services = services
         self._limits = Limits(settings, settings.max_concurrent_calls, services.metrics)
         self.budgets = Budgets(settings, services.database, services.writer, services.metrics)
+        services.closing.append(self.budgets.close)
         self.columns = (TOKENS_USED._replace(read=used_tokens(self.budgets.since_day)),)
 
     async def admitted(self, running: Running) -> None:
@@ -50,6 +51,3 @@ class CallLimits(CallStep):
             self._limits.leave(scopes, running.num_tokens)
         if self.budgets.are_set or running.principal.root_key_id != OPEN:
             self.budgets.charge(running.principal, running.num_tokens)
-
-    async def close(self) -> None:
-        await self.budgets.close()

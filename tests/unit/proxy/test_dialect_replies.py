@@ -260,7 +260,7 @@ def stored_calls(deltas: list[Json]) -> list[tuple[str, str]]:
     """Return the calls that are captured of a stream, by name and arguments."""
     captured = Captured()
     chunks = [json.dumps(HEAD | {"choices": [{"index": 0, "delta": delta}]}).encode() for delta in deltas]
-    read_parts(chunks, captured, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
+    read_parts(chunks, captured, REQUESTS[0][0].parse({**REQUESTS[0][1], "stream": True}))
     calls = captured.choices[0].message().get("tool_calls") or []
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
@@ -501,9 +501,7 @@ def test_a_name_that_an_engine_repeats_is_stored_and_sent_once(parts, calls):
     captured = Captured()
     for delta in deltas:
         chunk = HEAD | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-        read_parts(
-            [json.dumps(chunk).encode()], captured, shows_logprobs=False, shows_token_ids=False, shows_empty=False
-        )
+        read_parts([json.dumps(chunk).encode()], captured, REQUESTS[0][0].parse({**REQUESTS[0][1], "stream": True}))
     stored = captured.choices[0].message()["tool_calls"]
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in stored] == calls
     (claude, body), (openai, given), (google, asked) = REQUESTS

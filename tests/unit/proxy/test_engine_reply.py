@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from proxy.dialects.base import SENT, Captured
+from proxy.dialects.base import SENT, Call, Captured
+from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.logprobs import read_logprobs
 from proxy.engines.vllm_forms import read_parts
 from proxy.sessions.forest import encode_ids
@@ -37,17 +38,16 @@ def some(*logprobs: float) -> dict:
     return {"content": [ENTRY | {"logprob": each} for each in logprobs]}
 
 
+def asking(*fields: str) -> Call:
+    """Return a whole call, whose client gets these fields."""
+    names = {"logprobs": "logprobs", "token_ids": "return_token_ids"}
+    return ChatCompletions().parse({"messages": []} | {names[field]: True for field in fields})
+
+
 def read(*parts: bytes, shows: frozenset[str] = frozenset()) -> tuple[list[bytes], Captured]:
     """Return what a client gets that asked for some fields, and what is captured."""
     captured = Captured()
-    shown = read_parts(
-        list(parts),
-        captured,
-        shows_logprobs="logprobs" in shows,
-        shows_token_ids="token_ids" in shows,
-        shows_empty=True,
-    )
-    return shown, captured
+    return read_parts(list(parts), captured, asking(*shows)), captured
 
 
 SHOWN = [frozenset(), frozenset({"logprobs"}), frozenset({"token_ids"}), frozenset({"logprobs", "token_ids"})]
@@ -95,7 +95,7 @@ def test_the_prompt_that_was_sent_is_recognised_in_the_reply(echo, is_sent):
     """The text of its ids, from bracket to bracket; any other prompt is captured."""
     captured, sent = Captured(), encode_ids(np.array([1, 22], np.int32))
     parts = [b'{"choices":[],"prompt_token_ids":%b}' % echo, b'{"choices":[],"prompt_token_ids":null}']
-    shown = read_parts(parts, captured, sent, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
+    shown = read_parts(parts, captured, asking(), sent)
     assert shown == [b'{"choices":[],"prompt_token_ids":null}'] * 2
     assert captured.prompt_ids == (SENT if is_sent else echo.strip(b"[]nul").replace(b" ", b""))
 
@@ -104,7 +104,7 @@ def test_ids_of_another_field_are_not_taken_for_the_prompt():
     """Such as the parameters of a transfer, which a reply may repeat."""
     captured, sent = Captured(), encode_ids(np.array([1, 22], np.int32))
     part = b'{"kv_transfer_params":{"prompt_token_ids":[1,22]},"choices":[],"prompt_token_ids":[3]}'
-    read_parts([part], captured, sent, shows_logprobs=False, shows_token_ids=False, shows_empty=True)
+    read_parts([part], captured, asking(), sent)
     assert captured.prompt_ids == b"3"
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from proxy.calls.capture import is_expanded
-from proxy.dialects.base import Captured
-from proxy.engines.vllm_forms import take_places
 from proxy.features.consent.redaction import redacted_document
+from proxy.features.images import PLACED, is_expanded
 from turnwise.engine_plugin.images import GivenIds, pixels_digest, placed, places_text
 
 FIRST, SECOND = [7, 9, 9, 8], [7, 9, 8]
@@ -88,14 +86,12 @@ def test_places_are_read_from_a_reply_and_taken_out_of_it():
     digest = pixels_digest(torch.ones(2, 2))
     assert digest.startswith("float32:")
     assert digest != pixels_digest(torch.ones(2, 2).double())
-    captured = Captured()
     text = json.dumps({"a": '"turnwise_prompt":"x"', "turnwise_prompt": first, "b": 1}).encode()
-    assert take_places([text], captured) == [json.dumps({"a": '"turnwise_prompt":"x"', "b": 1}).encode()]
-    assert captured.places == [
+    assert PLACED.sub(b"", text) == json.dumps({"a": '"turnwise_prompt":"x"', "b": 1}).encode()
+    assert json.loads(base64.b64decode(PLACED.search(text)[1])) == [
         {"offset": 5, "length": 4, "runs": [[6, 1], [8, 1]], "processor": "settings", "pixels": digest},
         {"offset": 9, "length": 2, "runs": [[9, 2]], "processor": "settings", "pixels": ""},
     ]
-    assert base64.b64decode(first)
 
 
 def test_a_redactor_leaves_the_names_of_images_and_media_alone_and_no_text_that_begins_like_them():

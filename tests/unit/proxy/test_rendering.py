@@ -4,18 +4,11 @@ import asyncio
 import math
 import threading
 
-import numpy as np
 import pytest
-from support.conversations import conversation_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.forest import KnownTurn, encode_ids
-from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import CallPlace, extend
-from proxy.sessions.rendering import NUM_THREADS, LongestTokens, RenderThreads
+from proxy.sessions.rendering import NUM_THREADS, LongestTokens, RenderThreads, check_fits
 from turnwise.errors import PromptTooLong
-from turnwise.types import Session
 
 
 async def finish(*waiting):
@@ -70,31 +63,8 @@ async def test_a_thread_whose_client_has_left_counts_for_its_tenant_until_it_end
     assert ran == ["next"]
 
 
-class Counted:
-    """A template of which the longest token has four letters."""
-
-    is_local = True
-    longest_tokens = LongestTokens.of(["abcd", "x" * 3, "=" * 16])
-    num_asked = 0
-
-    def num_rendered(self, _, conversation):
-        return conversation.num_bytes
-
-    def next_ids(self, *_):
-        self.num_asked += 1
-        return np.array([8, 9], np.int32)
-
-
-async def placed(template, *after, limit=50_000.0):
-    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
-    wanted = ChatCompletions().parse({"messages": [*messages, *after]})
-    tokens = encode_ids(np.arange(3, dtype=np.int32))
-    digests = dict.fromkeys(("history_digest", "messages_digest", "dialogue_digest", "prompt_digest"), b"")
-    parent = KnownTurn(turn_id="t", parent_turn_id=None, chain_id="t", num_messages=2, tokens=tokens, **digests)
-    live = LiveSession(Session(session_id="s"))
-    place = CallPlace(live, live.session, live.forests[0], conversation_of(wanted))
-    await extend(place, wanted, parent, tokens, template, RenderThreads(), context_tokens=limit, keep_thinking=False)
-    return place
+LONGEST = LongestTokens.of(["abcd", "x" * 3, "=" * 16])
+"""The longest token has four letters."""
 
 
 LETTERS = "word " * 50_000
@@ -113,12 +83,10 @@ LETTERS = "word " * 50_000
     ],
     ids=["text", "a part", "parts of a tool", "system", "signs", "beyond ASCII"],
 )
-async def test_new_messages_that_cannot_fit_are_refused_before_they_are_rendered(message):
-    template = Counted()
+async def test_new_messages_that_cannot_fit_are_refused(message):
     with pytest.raises(PromptTooLong, match="maximum context length is 50000") as refused:
-        await placed(template, message)
+        await check_fits([message], 3, 50_000.0, lambda: LONGEST)
     assert refused.value.num_tokens >= 50_000
-    assert template.num_asked == 0
 
 
 @pytest.mark.parametrize(
@@ -132,9 +100,8 @@ async def test_new_messages_that_cannot_fit_are_refused_before_they_are_rendered
     ],
     ids=["it just fits", "no limit", "white space", "a reply, whose thinking is dropped", "an image"],
 )
-async def test_new_messages_that_may_fit_are_rendered(message, limit):
-    place = await placed(template := Counted(), message, limit=limit)
-    assert (template.num_asked, place.between.tolist()) == (1, [8, 9])
+async def test_new_messages_that_may_fit_are_not_refused(message, limit):
+    await check_fits([message], 3, limit, lambda: LONGEST)
 
 
 TEXTS = [

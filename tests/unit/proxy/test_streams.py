@@ -1,5 +1,6 @@
 """What is captured of a stream, and what the client gets, do not depend on how it is cut."""
 
+import copy
 import dataclasses
 import gc
 import json
@@ -15,7 +16,7 @@ from support.conversations import conversation_of
 
 from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.calls.retries import Attempt
-from proxy.dialects.base import Dialect, event
+from proxy.dialects.base import Captured, Dialect, event
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.logprobs import read_logprobs
@@ -107,14 +108,15 @@ def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     live = LiveSession(Session(session_id="s", tenant="team"))
     place = CallPlace(live, live.session, live.forests[0], conversation_of(call))
     attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
-    state = Running(call, place, attempt)
+    state = Running(call=call, place=place, attempt=attempt)
     engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
     return state, Lane(engine)
 
 
 def captured(state: Running) -> Json:
-    found = dataclasses.asdict(state.captured)
+    found = {each.name: copy.deepcopy(getattr(state, each.name)) for each in dataclasses.fields(Captured)}
+    found["choices"] = {index: dataclasses.asdict(choice) for index, choice in state.choices.items()}
     for choice in found["choices"].values():
         choice["logprobs"] = read_logprobs(choice["logprobs"])
     return found

@@ -261,3 +261,39 @@ def shown(prompt: str, messages: list[dict]) -> list[str]:
 )
 def test_the_texts_of_messages_are_distinguished_from_the_scaffold(prompt, messages, expected):
     assert shown(prompt, messages) == expected
+
+
+class Characters:
+    """A tokenizer that finds no special token in a text: each character is a token, and the end of a turn is five."""
+
+    chat_template = ""
+    all_special_tokens: list[str] = []  # noqa: RUF012  as the protocol has it
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, **_: object
+    ) -> str:
+        said_so_far = "".join(f"<{message['role']}>{message['content']}<end>" for message in conversation)
+        return said_so_far + ("<assistant>" if add_generation_prompt else "")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join("<end>" if token == END else chr(token) for token in token_ids)
+
+
+END = 1000
+"""What the engine samples at the end of a turn."""
+
+
+def test_a_tokenizer_that_splits_the_end_of_a_turn_extends_only_a_reply_without_one():
+    template = ChatTemplate(Characters(), [END], "string")
+    messages = [{"role": role, "content": text} for role, text in (("user", "U"), ("assistant", "A"), ("user", "V"))]
+    cut_at_a_length = Continued(
+        messages=messages, replied=1, last_token=ord("A"), reasoning="", tools=None, arguments={}, keep_thinking=False
+    )
+    between = template.next_ids(cut_at_a_length)
+    assert "".join(map(chr, between)) == "<end><user>V<end><assistant>"
+    with pytest.raises(Unsafe) as refused:
+        template.next_ids(cut_at_a_length._replace(last_token=END))
+    assert refused.value.reason == "tokenizer_differs"
