@@ -98,7 +98,7 @@ def test_up_serves_the_page_and_trains_a_version_that_the_engine_takes_from_memo
             command, cwd=tmp_path, env=_variables(), stdout=output, stderr=output, start_new_session=True
         )
     try:
-        wait_ready(f"{url}/readyz", process, log, WAIT_SECONDS)
+        wait_ready(f"{url}/readyz", process, log, 4 * WAIT_SECONDS)  # it may build its model first
         assert "<title>Turnwise</title>" in httpx2.get(f"{url}/").text
         for name in ("app.js", "style.css", "vendor/uPlot.iife.min.js"):
             assert httpx2.get(f"{url}/web/{name}").status_code == 200, name

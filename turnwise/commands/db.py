@@ -16,6 +16,7 @@ from turnwise.commands.output import print_records
 from turnwise.commands.place import database_option, database_url, json_option
 from turnwise.errors import SettingsError
 from turnwise.files import write_once
+from turnwise.settings import mask_credentials
 
 PASSWORD_FILE = "database-password"  # noqa: S105  a name
 """Readable to its owner and group: the database's server reads it."""
@@ -104,20 +105,39 @@ def db_copy(source: str, target: str, *, as_json: bool) -> None:
 
     Stop the proxies and the trainer first. A copy that was interrupted is repeated with the same command.
     """
+    _copy(source, target, as_json=as_json, is_released=True)
+
+
+@db.command("import-unreleased")
+@click.argument("source", metavar="OLD")
+@database_option
+@json_option
+def db_import_unreleased(source: str, database: str | None, *, as_json: bool) -> None:
+    """Copy OLD, the URL of a database of a commit before 0.2, with everything in it into an empty one, and compare.
+
+    Stop the proxies and the trainer first. OLD stays as it is; a copy that was interrupted is repeated.
+    """
+    _copy(source, database_url(database), as_json=as_json, is_released=False)
+
+
+def _copy(source: str, target: str, *, as_json: bool, is_released: bool) -> None:
     from turnwise.commands.place import opened
-    from turnwise.errors import SettingsError
     from turnwise.features import copying
 
     if source == target:
-        raise SettingsError("--from and --to name the same database")
+        raise SettingsError(f"{mask_credentials(source)!r} is both the database to read and the one to write")
 
     def note(table: str, count: int) -> None:
         if not as_json:
             click.echo(f"{table}: {count} rows, the same in both")
 
-    with opened(source, creates=False) as reading, opened(target, make_ready=False) as writing:
+    read = copying.portions if is_released else copying.portions_of_unreleased
+    with (
+        opened(source, creates=False, make_ready=is_released) as reading,
+        opened(target, make_ready=False) as writing,
+    ):
         writing.upgrade()
-        counts = copying.copy_all(reading, writing, note)
+        counts = copying.copy_all(reading, writing, note, read)
     if as_json:
         click.echo(json.dumps(counts))
 

@@ -62,10 +62,8 @@ _PERMANENT = ("28", "3D000", "57014", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE
 """Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`, or a broken file."""
 _TOO_LONG = "54000"
 """PostgreSQL's error for a text in an index that has more than 2,704 bytes after compression."""
-_MOVE = (
-    "move its sessions with `turnwise archive` of the {maker} that made it and `turnwise archive --restore` of this "
-    "one (docs/operations.md, Upgrades), or name another database with --database"
-)
+_IMPORT = "move everything in it with `turnwise db import-unreleased URL --database NEW`"
+_MOVE = "{how} (docs/operations.md, Upgrades), or name another database with --database"
 _DEFAULT_POLICY = sa.select(policies.c.policy_id).where(policies.c.policy_id == DEFAULT_POLICY)
 FILE_ENDS = ("", "-wal", "-shm")
 """Ends of the names of SQLite's files: of the data, the write-ahead log and its index."""
@@ -188,7 +186,7 @@ class Database:
         if found not in (None, *_known_revisions()):
             raise SchemaMismatch(
                 f"{self._name()} is at schema revision {found!r}, which this release does not know (it needs "
-                f"{_head()!r}): {_MOVE.format(maker='release')}"
+                f"{_head()!r}): {_MOVE.format(how='use the release that made it')}"
             )
         if found == _head():
             self._check_tables()
@@ -209,7 +207,7 @@ class Database:
         if differing:
             raise SchemaMismatch(
                 f"{self._name()} has the tables of another commit before release 0.2 (they differ in {differing[0]}): "
-                f"{_MOVE.format(maker='commit')}"
+                f"{_MOVE.format(how=_IMPORT)}"
             )
 
     def _name(self) -> str:
