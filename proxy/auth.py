@@ -4,7 +4,8 @@ There are two kinds of key: API keys of the store, and session keys that the pro
 need rows for their keys. A session key is a child of the API key that created it, its root: it is valid while the root
 is, and shares the root's limits and budget. It is also bound to its session's time of creation, so that it is not
 valid for a later session of the same name. Until the store's first API key is created, the proxy accepts any key or
-none, and serves loopback only.
+none, and serves loopback only. Such callers are administrators; where `turnwise up` has made a key for its directory,
+they may call the model and nothing more, so that no agent rewards itself.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ DEFAULT_TENANT = "default"
 OPEN = "open"
 """Root of all callers of a proxy without keys, and of the session keys that it makes."""
 SESSION, SESSION_REWARD = "session", "session_reward"
+KEYLESS = "keyless"
+"""Role of callers without a key beside the key of `turnwise up`."""
 PHRASES = {
     "call": "call the model",
     "reward": "post rewards",
@@ -112,7 +115,13 @@ class Principal:
         Raises:
             Forbidden: it does not.
         """
-        if action not in MAY[self.role]:
+        if self.role == KEYLESS and action != "call":
+            raise Unauthorized(
+                f"without a key this proxy lets nobody {PHRASES[action]}; send the key that `turnwise up` wrote to "
+                "`.turnwise-key` in its directory as `Authorization: Bearer …`",
+                code="invalid_api_key",
+            )
+        if self.role != KEYLESS and action not in MAY[self.role]:
             able = [role for role in ("agent", "trainer", "admin") if action in MAY[role]]
             article = "An" if self.role[0] in "aeiou" else "A"
             raise Forbidden(
@@ -141,12 +150,16 @@ class Authenticator:
         database: It has the keys.
         secret: Signs session keys.
         has_keys: Whether there are keys already: known from the start, it holds also while the database is silent.
+        has_local_key: The same of the key of `turnwise up`.
     """
 
-    def __init__(self, database: Database, secret: bytes, *, has_keys: bool = False) -> None:
+    def __init__(
+        self, database: Database, secret: bytes, *, has_keys: bool = False, has_local_key: bool = False
+    ) -> None:
         self._database = database
         self._secret = secret
         self._has_keys = has_keys
+        self._has_local_key = has_local_key
         self._open_until = 0.0
         self._verified: cachetools.TTLCache[bytes, Principal] = cachetools.TTLCache(MAX_CACHED_KEYS, CACHE_SECONDS)
         self._last_known: cachetools.LRUCache[bytes, Principal] = cachetools.LRUCache(MAX_CACHED_KEYS)
@@ -164,11 +177,14 @@ class Authenticator:
         if presented.startswith(SESSION_KEY_PREFIX):
             return await self._session_principal(presented)
         digest = hashlib.sha256(presented.encode()).digest()
-        if await self.is_open():
-            return _open_principal(digest)
+        is_open = await self.is_open()
+        if is_open and not presented.startswith(keys.KEY_PREFIX):
+            return self._open_principal(digest)
         principal = None
         if presented:
             principal = await self._find_valid(digest, lambda connection: keys.verify_key(connection, presented))
+        if principal is None and is_open:
+            return self._open_principal(digest)
         if principal is None:
             problem = "the API key is unknown, expired or revoked" if presented else "this proxy needs an API key"
             raise Unauthorized(
@@ -180,9 +196,8 @@ class Authenticator:
     def last_known(self, headers: Mapping[bytes, bytes]) -> Principal | None:
         """Return the principal of an API key as it was looked up last, for use while the store does not answer."""
         digest = hashlib.sha256(presented_key(headers).encode()).digest()
-        if self._open_until and not self._has_keys:
-            return _open_principal(digest)
-        return self._last_known.get(digest)
+        known = self._last_known.get(digest)
+        return self._open_principal(digest) if known is None and self._open_until and not self._has_keys else known
 
     def forget(self) -> None:
         """Clear the cache of verified keys, after this process has created or revoked a key."""
@@ -195,7 +210,7 @@ class Authenticator:
         if self._has_keys:
             return False
         if self._open_until <= time.monotonic():
-            self._has_keys = await self._database.fetch(keys.any_keys)
+            self._has_keys, self._has_local_key = await self._database.fetch(_kinds)
             self._open_until = time.monotonic() + CACHE_SECONDS
         return not self._has_keys
 
@@ -269,11 +284,14 @@ class Authenticator:
         if key_id == OPEN:
             if not await self.is_open():
                 raise _refused("was made while the proxy had no API keys")
-            return _open_principal(b"")
+            return self._open_principal(b"")
         root = await self._find_valid(key_id.encode(), lambda connection: keys.valid_key(connection, key_id))
         if root is None:
             raise _refused("was made with an API key that is expired, revoked or deleted")
         return root
+
+    def _open_principal(self, digest: bytes) -> Principal:
+        return _principal_without_key(digest, KEYLESS if self._has_local_key else "admin")
 
     def _mac(self, payload: str) -> str:
         mac = hmac.new(self._secret, payload.encode(), hashlib.sha256).digest()[:MAC_BYTES]
@@ -281,8 +299,12 @@ class Authenticator:
 
 
 @functools.lru_cache(MAX_CACHED_KEYS)
-def _open_principal(digest: bytes) -> Principal:
-    return Principal(tenant=DEFAULT_TENANT, role="admin", key_id=f"open-{digest[:6].hex()}", root_key_id=OPEN)
+def _principal_without_key(digest: bytes, role: str) -> Principal:
+    return Principal(tenant=DEFAULT_TENANT, role=role, key_id=f"open-{digest[:6].hex()}", root_key_id=OPEN)
+
+
+def _kinds(connection: Connection) -> tuple[bool, bool]:
+    return keys.any_keys(connection), keys.has_local_key(connection)
 
 
 def session_deleted(session_id: str) -> Unauthorized:
@@ -310,7 +332,7 @@ def open_authenticator(database: Database, settings: ProxySettings) -> Authentic
     """
     with database.write() as connection:
         secret = keys.server_secret(connection)
-        has_keys = keys.any_keys(connection)
+        has_keys, has_local_key = _kinds(connection)
     if not has_keys and not _is_loopback(settings.host):
         raise SettingsError(
             f"without API keys the proxy serves loopback only, not {settings.host!r}; "
@@ -318,7 +340,7 @@ def open_authenticator(database: Database, settings: ProxySettings) -> Authentic
         )
     if settings.secret is not None:
         secret = settings.secret.get_secret_value().encode()
-    return Authenticator(database, secret, has_keys=has_keys)
+    return Authenticator(database, secret, has_keys=has_keys, has_local_key=has_local_key)
 
 
 def _is_loopback(host: str) -> bool:

@@ -145,7 +145,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _temporary_key(self) -> Iterator[str]:
-        """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key.
+        """Create an agent key for one evaluation and revoke it afterwards; `none` where none may do what it does.
 
         A named policy's sessions always need one. It expires by itself: a trainer that is killed revokes nothing.
         """
@@ -153,9 +153,11 @@ class Evaluator:
         policy, made = self._ledger.policy, None
         tenant, name = ("default", DEFAULT_POLICY_NAME) if policy is None else (policy.tenant, policy.name)
         with self._db.write() as conn:
-            if policy is not None or keys.any_keys(conn):
+            if policy is not None or keys.any_keys(conn) or keys.has_local_key(conn):
                 expires_at, role = utc_now() + lifetime, keys.KeyRole.AGENT
-                made = keys.create_key(conn, tenant, role, "evaluation", expires_at=expires_at, policy=name)
+                made = keys.create_key(
+                    conn, tenant, role, "evaluation", expires_at=expires_at, policy=name, locks_out=False
+                )
         if made is None:
             yield "none"
             return

@@ -45,6 +45,8 @@ IMPORT = "import"
 DEFAULT_POLICY = 0
 """`policy_id` of the default policy: the served model, which all keys use that are bound to no other."""
 DEFAULT_POLICY_NAME = "default"
+LOCAL_KEY_NAME = "turnwise up"
+"""Name of the key that `turnwise up` makes, beside which callers without a key may call the model and nothing more."""
 
 
 IMAGES = "images"

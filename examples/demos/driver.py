@@ -27,6 +27,7 @@ from examples.demos.plain_agent import Split
 from examples.demos.report import Point, Report, RunReport, margin, mean_reward
 from examples.demos.terminal import Advance, Terminal
 from turnwise.client import AsyncClient
+from turnwise.commands import place
 from turnwise.commands.flags import SettingsCommand
 from turnwise.default_models import trail
 from turnwise.errors import RolloutFailed, TurnwiseError
@@ -121,6 +122,7 @@ class Demo:
         self._say = say
         self._proxy = f"http://127.0.0.1:{free_port()}"
         self._logs = settings.out / "logs"
+        self._page = ""
         self._version = 0
         self._has_played_all = False
         self._model = ""
@@ -144,7 +146,9 @@ class Demo:
         with contextlib.ExitStack() as stack:
             with self._doing("starting engine, proxy and trainer"):
                 up = await asyncio.to_thread(stack.enter_context, self._stack())
-            self._say("demo", f"the page is {self._proxy}/")
+            key = key or place.stored_key()
+            self._page = f"{self._proxy}/#key={key}"
+            self._say("demo", f"the page is {self._page}")
             async with AsyncClient(self._proxy, api_key=key) as client:
                 report = await self._learn(client, up)
             report.seconds = round(time.monotonic() - started, 1)
@@ -164,7 +168,7 @@ class Demo:
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        self._say("demo", f"served until ctrl-C: base_url {self._proxy}/v1, page {self._proxy}/")
+        self._say("demo", f"served until ctrl-C: base_url {self._proxy}/v1, page {self._page}")
         with self._doing("serving"):
             while not stopped.is_set():
                 up.check()
@@ -174,10 +178,11 @@ class Demo:
         """Return what to do after the demo: serve the model, call it, reward it."""
         proxy = "http://127.0.0.1:8100"
         body = '{"turn_id": "chatcmpl-…", "value": 1}'
+        key = f'-H "authorization: Bearer $(cat {place.KEY_FILE})"'
         return [
             f"serve it    {shlex.join(['turnwise', 'up', '--model', self._model, *self._places()])}",
             f'your agent  OpenAI(base_url="{proxy}/v1", api_key="none")',
-            f"a reward    curl {proxy}/v1/rewards -H 'content-type: application/json' -d '{body}'",
+            f"a reward    curl {proxy}/v1/rewards -H 'content-type: application/json' {key} -d '{body}'",
         ]
 
     def _prepare(self) -> str | None:

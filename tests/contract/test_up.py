@@ -251,6 +251,45 @@ def test_run_and_reward_use_the_proxy_of_the_running_up_unless_they_name_one():
     assert at_running_proxy(RunSettings()).url == "http://127.0.0.1:8100"
 
 
+def test_up_makes_one_key_for_the_databases_of_its_directory(tmp_path):
+    """Readable to its owner alone. What is no key, or is revoked, is replaced; another's key is never taken."""
+    first, second = (f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second"))
+    key = location.make_key(first)
+    assert location.KEY_FILE.read_text() == f"{key}\n"
+    assert location.KEY_FILE.stat().st_mode & 0o777 == 0o600
+    location.KEY_FILE.chmod(0o644)
+    assert location.make_key(first) == location.make_key(second) == key
+    assert location.KEY_FILE.stat().st_mode & 0o777 == 0o600
+    for database in (first, second):
+        listed = json.loads(invoke("keys", "list", "--database", database, "--json").output)
+        assert [(each["tenant"], each["role"], each["name"]) for each in listed] == [
+            ("default", "admin", "turnwise up")
+        ]
+    invoke("keys", "revoke", listed[0]["key_id"], "--database", second)
+    fresh = location.make_key(second)
+    assert fresh != key
+    location.KEY_FILE.write_text("no key\n")
+    assert location.make_key(first) not in (key, fresh, "no key")
+    agents = json.loads(invoke("keys", "create", "--database", first, "--json").output)["key"]
+    location.KEY_FILE.write_text(agents)
+    assert location.make_key(first) != agents
+    location.KEY_FILE.unlink()
+
+
+def test_the_key_of_up_goes_to_its_own_proxy_alone(tmp_path):
+    location.make_key(f"sqlite:///{tmp_path}/turnwise.db")
+    key = location.stored_key()
+    assert at_running_proxy(RunSettings()).api_key is None  # nothing runs here
+    with announced(RUNNING):
+        judge = RewardSettings(source="judge", judge_model="m")
+        for settings in (RunSettings(), RunSettings(url=f"{RUNNING.proxy}/v1/"), judge):
+            assert at_running_proxy(settings).api_key.get_secret_value() == key
+        assert at_running_proxy(RunSettings(api_key="tw-own")).api_key.get_secret_value() == "tw-own"
+        for other in ("http://there:1", "http://127.0.0.1:81234", f"{RUNNING.proxy}.example", "http://127.0.0.1:8124"):
+            assert at_running_proxy(RunSettings(url=other)).api_key is None, other
+    location.KEY_FILE.unlink()
+
+
 def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(monkeypatch):
     monkeypatch.setenv("TURNWISE_URL", "http://shared:1")
     monkeypatch.setenv("TURNWISE_API_KEY", "tw-shared")

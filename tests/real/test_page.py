@@ -12,9 +12,13 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from openai import OpenAI
 from support.browser import Visit, running_browser, visit
+from support.migrated import migrated, writing
 from support.observed_run import observe_run
-from support.proxies import ProxyAndEngine, RunningProxy
+from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from support.waiting import wait_until
+from turnwise_fake_engine import running_fake_engine
+
+from turnwise.store import keys
 
 ODD = "<img src=x onerror=alert(1)> שלום 🙂"
 VIEWS = {
@@ -345,6 +349,22 @@ def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(w
             page.wait_for_selector(".tokens span")
         faults[name] = faults_of(page)
     assert {where: each for where, each in faults.items() if each} == {}
+
+
+def test_the_link_of_up_opens_the_page_with_its_key_which_leaves_the_address(browser, tmp_path):
+    url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
+    with writing(url) as connection:
+        key = keys.local_key(connection, None)
+    with (
+        running_fake_engine() as engine,
+        running_proxy(engine.url, url, tmp_path) as proxy,
+        visit(browser, proxy) as visiting,
+    ):
+        call(proxy, "seen")
+        page = visiting.open(f"#key={key}")
+        assert (page.evaluate("location.href"), page.is_hidden("#login")) == (f"{proxy.url}/", True)
+        page.click("nav a[data-view=sessions]")
+        page.wait_for_selector("main >> text=1 turn")
 
 
 def test_the_page_is_used_by_keyboard(window):

@@ -103,7 +103,8 @@ def test_up_serves_the_page_and_trains_a_version_that_the_engine_takes_from_memo
         for name in ("app.js", "style.css", "vendor/uPlot.iife.min.js"):
             assert httpx2.get(f"{url}/web/{name}").status_code == 200, name
         logs = tmp_path / "runs" / "up" / "logs"
-        with Client(url) as client:
+        key = (tmp_path / ".turnwise-key").read_text().strip()
+        with Client(url, key) as client:
             for number in range(GROUPS):
                 play_group(client, number)
             served = wait_for_version(client, 1, logs / "trainer.log")

@@ -82,6 +82,9 @@ class AsyncClient(Connection):
     async def set_label(self, session_id: str, label: str, note: str | None = None) -> Json:
         return await self._json(wire.set_label(session_id, label, note))
 
+    async def do_not_train(self, session_id: str) -> Json:
+        return await self._json(wire.do_not_train(session_id))
+
     async def remove_label(self, session_id: str, label: str) -> Json:
         return await self._json(wire.remove_label(session_id, label))
 

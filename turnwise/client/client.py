@@ -109,6 +109,10 @@ class Client(Connection):
         """Give a session a label, or replace the label's note; return the session's JSON."""
         return self._json(wire.set_label(session_id, label, note))
 
+    def do_not_train(self, session_id: str) -> Json:
+        """Mark a session as not to be trained, which nothing lifts; return what was marked."""
+        return self._json(wire.do_not_train(session_id))
+
     def remove_label(self, session_id: str, label: str) -> Json:
         """Remove a label from a session; return the session's JSON."""
         return self._json(wire.remove_label(session_id, label))

@@ -23,7 +23,10 @@ from turnwise.types import Json
 API_KEY_WHEN_NONE = "EMPTY"
 """The key that OpenAI clients send to a proxy without API keys; they do not start without a key."""
 UNAUTHORIZED = 401
-NO_KEY = "the proxy asks for an API key, and none was given: pass one (--api-key of a command), or set TURNWISE_API_KEY"
+NO_KEY = (
+    "the proxy asks for an API key, and none was given: pass one (--api-key of a command), or set TURNWISE_API_KEY; "
+    "`turnwise up` writes one to .turnwise-key in its directory"
+)
 
 PAGE_SIZE = 100
 RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
@@ -150,6 +153,10 @@ def session_path(session_id: str, suffix: str = "") -> str:
 
 def set_label(session_id: str, label: str, note: str | None) -> ApiCall:
     return ApiCall("PUT", session_path(session_id, f"/labels/{segment(label)}"), body=given({"note": note}))
+
+
+def do_not_train(session_id: str) -> ApiCall:
+    return ApiCall("POST", "/v1/consent", body={"kind": "session", "name": session_id})
 
 
 def remove_label(session_id: str, label: str) -> ApiCall:

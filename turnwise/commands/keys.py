@@ -17,7 +17,7 @@ from turnwise.commands.place import (
     refuse_tenant,
     takes_place,
 )
-from turnwise.types import DEFAULT_POLICY_NAME, Json, utc_now, values_of
+from turnwise.types import DEFAULT_POLICY_NAME, LOCAL_KEY_NAME, Json, utc_now, values_of
 
 KEY_COLUMNS = (
     *("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at"),
@@ -64,7 +64,9 @@ def keys_create(
     with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
-            if not yes and not client.keys() and next(client.sessions(), None) is not None:
+            stored = client.keys()
+            is_first = all(key["name"] == LOCAL_KEY_NAME for key in stored)
+            if not yes and is_first and next(client.sessions(), None) is not None:
                 confirm(FIRST_KEY, REFUSED)
             lifetime = None if expires_days is None else max(1, round(SECONDS_A_DAY * expires_days))
             limits = given({"expires_in_seconds": lifetime, "token_budget": token_budget})

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from turnwise.client import Client
 from turnwise.client.conversations import with_images
 from turnwise.errors import SettingsError
-from turnwise.files import is_locked, lock
+from turnwise.files import is_locked, lock, write_whole
 from turnwise.settings import Settings, load_settings, settings_model, shared_variables
 from turnwise.types import Json
 
@@ -41,6 +41,10 @@ FILTERS = ("tenant", "task_id", "group_id", "session_id", "split", "status", "us
 STATE_FILE = Path(".turnwise-up.json")
 """State of a running `turnwise up`, in its directory; readable to its owner alone, since it may hold a password. `up`
 locks it, and the kernel releases the lock with the process, so a file that a killed process left is recognised."""
+
+
+KEY_FILE = Path(".turnwise-key")
+"""The admin key that `turnwise up` makes for the commands of its directory, readable to its owner alone; it stays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class DataPlace:
                 raise SettingsError("give --url or --database, not both")
             yield None
             return
-        with Client(self.url, self.api_key) as client:
+        with Client(self.url, self.api_key or own_key(self.url)) as client:
             yield client
 
     def store(self, *, creates: bool = False) -> contextlib.AbstractContextManager[Database]:
@@ -153,7 +157,7 @@ def at_running_proxy(settings: RunningSettings) -> RunningSettings:
     """Return the settings with address and key of the proxy that the command means.
 
     What the settings name themselves comes first, then `TURNWISE_URL` and `TURNWISE_API_KEY`, then the running
-    `turnwise up`.
+    `turnwise up`, whose key goes to its own proxy alone.
     """
     found: dict[str, Any] = dict(shared_variables({"url": URL_VARIABLE, "api_key": KEY_VARIABLE}))
     if "api_key" in found:
@@ -161,9 +165,42 @@ def at_running_proxy(settings: RunningSettings) -> RunningSettings:
     running = find_running_stack()
     if running is not None:
         found.setdefault("url", running.proxy)
-    return settings.model_copy(
+    chosen = settings.model_copy(
         update={name: value for name, value in found.items() if name not in settings.model_fields_set}
     )
+    key = own_key(str(vars(chosen)["url"])) if vars(chosen)["api_key"] is None else None
+    return chosen if key is None else chosen.model_copy(update={"api_key": SecretStr(key)})
+
+
+def own_key(url: str) -> str | None:
+    """Return the key of the `turnwise up` that runs in this directory, for its own proxy; None for every other one."""
+    running = find_running_stack()
+    if running is None or url.rstrip("/").removesuffix("/v1").rstrip("/") != running.proxy:
+        return None
+    return stored_key()
+
+
+def stored_key() -> str | None:
+    """Return the key in the file of this directory; None without one."""
+    try:
+        return KEY_FILE.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the key in {str(KEY_FILE)!r} cannot be read: {error}; delete the file") from error
+
+
+def make_key(database: str) -> str:
+    """Return the key of this directory for a database's proxy, and store it in both where one has it not."""
+    from turnwise.store import keys
+
+    given = stored_key()
+    with opened(database) as store, store.write() as conn:
+        key = keys.local_key(conn, given)
+    if key != given:
+        write_whole(KEY_FILE, f"{key}\n")
+    KEY_FILE.chmod(0o600)
+    return key
 
 
 def _load(section: str) -> Settings:

@@ -45,6 +45,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             model = settings.model or _own_model(settings)
             check_chat_template(model, vllm_flags)
             check_database_model(settings.database.get_secret_value(), model)
+            key = place.make_key(settings.database.get_secret_value())
             stack = Stack(
                 settings,
                 model=model,
@@ -57,7 +58,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             logs = settings.runs_dir / "logs"
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
             with place.announced(_state_of(stack, settings)), started as running:
-                running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/")
+                running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/#key={key}")
                 if checked.length_note:
                     running.say("up", checked.length_note)
                 if settings.trainer and checked.needs.lora_rank is None:

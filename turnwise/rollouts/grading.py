@@ -22,9 +22,12 @@ from turnwise.rollouts.players import AgentEnd, PlannedRun
 from turnwise.rollouts.settings import RunSettings
 from turnwise.types import Json
 
+SHOWN_FIELDS = ("value", "name", "step", "turn_id", "source", "written_by")
 PLAYED_FILE = "played.json"
 """Written when the agent of a run has ended; after that, a restart only grades the run."""
 SOURCE = "turnwise run"
+FOREIGN_REWARDS = "foreign_rewards"
+"""Termination reason of a session that somebody else has rewarded before its run was graded, such as its agent."""
 
 
 def restore_named(arguments: Sequence[str], template: Path, workdir: Path) -> None:
@@ -63,25 +66,33 @@ class Grading:
         """
         self._client = client
         self._template = settings.workdir
+        self._takes_returned = settings.call is not None
         self._grader: CommandGrader | None = None
         if settings.reward_command is not None:
             argv = split_command(settings.reward_command, "--reward-command")
             self._grader = CommandGrader(with_script(argv, settings.workdir, of_template=True), settings.reward_timeout)
 
     def stored(self, directory: Path) -> AgentEnd | None:
-        """Return the stored end of a run; None if the agent did not end."""
+        """Return the stored end of a run; None if the agent did not end.
+
+        A command returns no reward: one in this file is the agent's, which can write beside its working directory.
+        """
         path = directory / PLAYED_FILE
         if not path.exists():
             return None
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields["rewards"] is not None:
-            fields["rewards"] = [Grade(**each) for each in fields["rewards"]]
+            fields["rewards"] = [Grade(**each) for each in fields["rewards"]] if self._takes_returned else None
         return AgentEnd(**fields)
 
     def store(self, directory: Path, played: AgentEnd) -> None:
         write_whole(directory / PLAYED_FILE, json.dumps(dataclasses.asdict(played), ensure_ascii=False))
 
-    async def grade(self, run: PlannedRun, played: AgentEnd) -> tuple[Json, str | None]:
+    async def grade(self, run: PlannedRun, played: AgentEnd, *, is_resumed: bool = False) -> tuple[Json, str | None]:
+        """Reward and end a run's session; return its JSON, and what was wrong.
+
+        A resumed run may have been rewarded before a kill.
+        """
         error = None
         rewards: Sequence[Grade] = played.rewards or []
         if self._grader is not None and played.error is None:
@@ -89,12 +100,34 @@ class Grading:
                 rewards = [*rewards, *await self._ask(self._grader, run, played)]
             except GraderFailed as failure:
                 error = f"the grader failed: {failure}"
+        if (line := await self._foreign_line(run.session_id, is_resumed=is_resumed)) is not None:
+            return await self._refuse(run.session_id, line)
         try:
             return await self._reward_and_end(run.session_id, rewards, played.termination_reason), error
         except (Conflict, InvalidRequest, NotFound, TooLarge) as failure:
             # A turn that the grader made up, or a name that the proxy refuses: the session stays without a reward.
             error = f"the proxy does not take the reward: {failure}"
             return await self._client.end_session(run.session_id, reason=played.termination_reason), error
+
+    async def _foreign_line(self, session_id: str, *, is_resumed: bool) -> Json | None:
+        """Return a reward line that this command did not write; None without one."""
+        session = await self._client.session(session_id)
+        if session["reward"] is None:
+            return None
+        turns = [turn async for turn in self._client.turns(session_id)]
+        lines = [*session["rewards"], *(line for turn in turns for line in turn["rewards"])]
+        foreign = [line for line in lines if not (is_resumed and line["source"] == SOURCE)]
+        return next(iter(foreign), None if lines else {"value": session["reward"]})
+
+    async def _refuse(self, session_id: str, line: Json) -> tuple[Json, str]:
+        await self._client.do_not_train(session_id)
+        ended = await self._client.end_session(session_id, reason=FOREIGN_REWARDS)
+        shown = {name: value for name, value in line.items() if name in SHOWN_FIELDS and value is not None}
+        error = (
+            f"its session has a reward that `turnwise run` did not write: {json.dumps(shown)}. It is not trained; what "
+            "an agent can reach is in docs/isolation.md"
+        )
+        return {**ended, "reward": None}, error
 
     async def _reward_and_end(self, session_id: str, rewards: Sequence[Grade], reason: str) -> Json:
         """Post all rewards and end the session; a single session reward goes with the end in one transaction."""

@@ -25,7 +25,7 @@ from turnwise.errors import RolloutFailed, TurnwiseError
 from turnwise.files import write_whole
 from turnwise.processes.supervisor import tail_of
 from turnwise.rollouts.agents import Address, Model
-from turnwise.rollouts.grading import Grading
+from turnwise.rollouts.grading import FOREIGN_REWARDS, Grading
 from turnwise.rollouts.players import AgentEnd, PlannedRun, Player
 from turnwise.rollouts.results import Key, Results, RunResult
 from turnwise.rollouts.settings import RunSettings
@@ -256,11 +256,12 @@ class Runner:
                 self._model.context_tokens,
             ),
         )
+        is_resumed = played is not None
         if played is None:
             await asyncio.to_thread(self._prepare, run)
             played = await self._player.play(run)
             self._grading.store(directory, played)
-        ended, error = await self._grading.grade(run, played)
+        ended, error = await self._grading.grade(run, played, is_resumed=is_resumed)
         if not self._settings.keep_workdirs:
             await asyncio.to_thread(_clean, directory, keep=self._settings.call is None)
         return _result(planned, ended, played.termination_reason, played.seconds, played.error or error)
@@ -314,14 +315,15 @@ def _fields(settings: RunSettings, planned: _Planned, session_id: str, results: 
 
 
 def _result(planned: _Planned, session: Json, reason: str, seconds: float, error: str | None = None) -> RunResult:
+    is_refused = session["termination_reason"] == FOREIGN_REWARDS
     return RunResult(
         session_id=session["session_id"],
         task_id=planned.task.task_id,
         run=planned.run,
         pass_index=planned.pass_index,
         split=planned.split,
-        reward=session["reward"],
-        termination_reason=reason,
+        reward=None if is_refused else session["reward"],
+        termination_reason=FOREIGN_REWARDS if is_refused else reason,
         num_turns=session["num_turns"],
         seconds=round(seconds, 3),
         error=error,

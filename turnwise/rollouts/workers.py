@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
+import logging
 import os
+import secrets
 import time
 from typing import Any
 
-from turnwise.errors import GraderFailed, SettingsError
+from turnwise.errors import MALFORMED, GraderFailed, SettingsError
 from turnwise.files import create_private
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS, find_program
@@ -25,6 +26,8 @@ from turnwise.rollouts.agents import AGENTS
 from turnwise.rollouts.players import AgentEnd, PlannedRun
 from turnwise.rollouts.settings import RunSettings
 from turnwise.types import Json
+
+log = logging.getLogger(__name__)
 
 START_SECONDS = 180.0
 LINE_BYTES = 64 * 1024 * 1024
@@ -123,8 +126,8 @@ class _AgentWorker:
         assert process.stdout is not None
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
-        self._calls: dict[int, asyncio.Future[Json]] = {}
-        self._ids = itertools.count()
+        self._calls: dict[str, asyncio.Future[Json]] = {}
+        self._asked: set[str] = set()
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -148,17 +151,19 @@ class _AgentWorker:
         return answer
 
     async def call(self, request: Json) -> Json:
-        number = next(self._ids)
+        # A program of the agent can write to the worker's pipe by way of /proc, and cannot guess the name of a call.
+        call_id = secrets.token_hex(16)
         answered: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
-        self._calls[number] = answered
+        self._calls[call_id] = answered
+        self._asked.add(call_id)
         try:
-            self._stdin.write((json.dumps({**request, "id": number}) + "\n").encode())
+            self._stdin.write((json.dumps({**request, "id": call_id}) + "\n").encode())
             await self._stdin.drain()
             return await answered
         except ConnectionError:
             return {"error": _WORKER_DIED}
         finally:
-            del self._calls[number]
+            del self._calls[call_id]
 
     async def end(self) -> None:
         if self._process.returncode is None:
@@ -169,9 +174,15 @@ class _AgentWorker:
             await self._reading
 
     async def _read(self) -> None:
-        """Pass each answer to its call; when the process ends, fail the remaining calls."""
+        """Pass each answer to its call; when the process ends, fail the remaining calls.
+
+        A line that answers no call was not written by the worker: the agent has written it.
+        """
         while line := await self._stdout.readline():
-            answer = json.loads(line)
+            answer = _answer(line)
+            if answer is None or answer["id"] not in self._asked:
+                log.warning("a line that answers no run is refused: the agent has written %.200r", line)
+                continue
             waiting = self._calls.get(answer["id"])
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
@@ -181,6 +192,17 @@ class _AgentWorker:
 
 
 _WORKER_DIED = "its worker process ended during the run; its output is in workers.log"
+
+
+def _answer(line: bytes) -> Json | None:
+    try:
+        answer = json.loads(line)
+    except MALFORMED:
+        return None
+    is_answer = (
+        isinstance(answer, dict) and isinstance(answer.get("id"), str) and not {"value", "error"}.isdisjoint(answer)
+    )
+    return answer if is_answer else None
 
 
 def _request(run: PlannedRun) -> dict[str, Any]:

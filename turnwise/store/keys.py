@@ -26,16 +26,22 @@ from turnwise.store.rows import RowFormat, StoredRow, to_micros
 from turnwise.store.schema import NO_TENANT, api_keys, policies
 from turnwise.store.schema import secrets as secrets_table
 from turnwise.store.statements import insert_ignoring, insert_rows
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, utc_now
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, LOCAL_KEY_NAME, utc_now
 
 _PREFIX = "tw"
+KEY_PREFIX = f"{_PREFIX}-"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
+_FORM = re.compile(rf"{_PREFIX}-([0-9a-f]{{{2 * _ID_BYTES}}})-([A-Za-z0-9_-]{{{_SECRET_BYTES},}})")
 _SESSION_KEYS = "session_keys"
 _DATABASE_ID = "database_id"
 _DATABASE_ID_BYTES = 6
 _KEYS_EXIST = "keys_exist"
 """The secret that exists since the first key; it is never deleted, also not with the key's tenant."""
+_LOCAL_KEY = "local_key"
+"""The secret that exists since `turnwise up` has made a key for its directory: from then on callers without a key may
+call the model alone, until another key is created and they may do nothing."""
+_LOCAL_KEY_TENANT = "default"
 USE_INTERVAL = datetime.timedelta(minutes=1)
 
 
@@ -89,11 +95,13 @@ def create_key(
     token_budget: int | None = None,
     key: str | None = None,
     policy: str = DEFAULT_POLICY_NAME,
+    locks_out: bool = True,
 ) -> tuple[str, str]:
     """Create a key; return its id and the whole key, which cannot be read again.
 
     An operator may choose the whole key, which is random otherwise. Its sessions sample with the tenant's policy of
-    this name. Without `expires_at` it never expires, and without `token_budget` it has no limit.
+    this name. Without `expires_at` it never expires, and without `token_budget` it has no limit. From the first key
+    that `locks_out` on, callers without a key are refused.
 
     Raises:
         InvalidRequest: the tenant has no name, or the chosen key is not of the form `tw-ID-SECRET`, or too short.
@@ -101,7 +109,7 @@ def create_key(
     if tenant == NO_TENANT:
         raise InvalidRequest("a tenant needs a name; give one with --tenant", param="tenant")
     whole = f"{_PREFIX}-{secrets.token_hex(_ID_BYTES)}-{secrets.token_urlsafe(_SECRET_BYTES)}" if key is None else key
-    form = re.fullmatch(rf"{_PREFIX}-([0-9a-f]{{{2 * _ID_BYTES}}})-([A-Za-z0-9_-]{{{_SECRET_BYTES},}})", whole)
+    form = _FORM.fullmatch(whole)
     if form is None:
         raise InvalidRequest(
             f"an API key is `{_PREFIX}-ID-SECRET` with an id of {2 * _ID_BYTES} hexadecimal digits and a secret of at "
@@ -120,8 +128,24 @@ def create_key(
         token_budget=token_budget,
     )
     insert_rows(conn, api_keys, [_KEYS.row(created, secret_hash=_hash(secret))])
-    insert_ignoring(conn, secrets_table, {"name": _KEYS_EXIST, "value": b""})
+    if locks_out:
+        insert_ignoring(conn, secrets_table, {"name": _KEYS_EXIST, "value": b""})
     return key_id, whole
+
+
+def local_key(conn: sa.Connection, given: str | None) -> str:
+    """Return an admin key of the default tenant for the commands of a directory: the given one where it may be used.
+
+    A key that this database does not know is created in it, so that one file serves the databases of a directory.
+    """
+    insert_ignoring(conn, secrets_table, {"name": _LOCAL_KEY, "value": b""})
+    form = _FORM.fullmatch(given or "")
+    if form is not None:
+        known = verify_key(conn, form.group())
+        if known is not None and (known.tenant, known.role) == (_LOCAL_KEY_TENANT, KeyRole.ADMIN):
+            return form.group()
+    chosen = form.group() if form is not None and _row(conn, form.group(1)) is None else None
+    return create_key(conn, _LOCAL_KEY_TENANT, KeyRole.ADMIN, LOCAL_KEY_NAME, key=chosen, locks_out=False)[1]
 
 
 def verify_key(conn: sa.Connection, presented: str) -> Key | None:
@@ -170,8 +194,16 @@ def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
 
 
 def any_keys(conn: sa.Connection) -> bool:
-    found = sa.select(secrets_table.c.name).where(secrets_table.c.name == _KEYS_EXIST)
-    return conn.execute(found).one_or_none() is not None
+    """Return whether there was ever a key that locks out callers without one."""
+    return _KEYS_EXIST in _names(conn)
+
+
+def has_local_key(conn: sa.Connection) -> bool:
+    return _LOCAL_KEY in _names(conn)
+
+
+def _names(conn: sa.Connection) -> set[str]:
+    return set(conn.execute(sa.select(secrets_table.c.name)).scalars())
 
 
 def revoke_key(conn: sa.Connection, key_id: str, *, tenant: str | None = None) -> Key:

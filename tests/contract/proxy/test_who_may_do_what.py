@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
-from proxy import features
+from proxy import auth, features
 from proxy.app import create_app
 from proxy.auth import MAY, PHRASES
 from turnwise.store import keys, versions
@@ -175,6 +175,53 @@ def test_a_key_that_may_not_use_a_route_gets_403_for_any_body(world, role, route
     headers = {"content-type": "application/json", "authorization": f"Bearer {world.keys[tenant, role]}"}
     for body in BAD_BODIES:
         assert world.http.request(method, path, content=body, headers=headers).status_code == 403, body
+
+
+@pytest.fixture(scope="module")
+def beside_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, str]]:
+    """A proxy whose only key is that of `turnwise up`, which has made the session `own`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auth, "CACHE_SECONDS", 0.0)
+        with in_process_proxy(tmp_path_factory.mktemp("up")) as (http, database):
+            with database.write() as connection:
+                key = keys.local_key(connection, None)
+            assert http.post("/v1/sessions", json={"session_id": "own"}, headers=bearer(key)).status_code == 200
+            yield http, key
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("sent", [{}, bearer("none"), bearer("tw-0123456789abcdef-" + 40 * "x")])
+def test_an_agent_without_a_key_calls_the_model_and_can_do_nothing_else(beside_up, sent):
+    """Not its own session's reward either, by its id or by that of a turn."""
+    http, key = beside_up
+    called = http.post("/sessions/own/v1/chat/completions", json=CHAT, headers=sent)
+    assert called.status_code == 200
+    assert http.get("/v1/models", headers=sent).status_code == 200
+    bodies: dict[str, Any] = {
+        "POST /v1/rewards": {"turn_id": called.json()["id"], "value": 1.0},
+        "POST /v1/feedback": {"session_id": "own", "kind": "boolean", "value": True},
+        "POST /v1/sessions": {"session_id": "more"},
+    }
+    for route in ACTION_OF_ROUTE:
+        method, path = route.split(" ")
+        path = path.replace("{session_id}", "own").replace("{turn_id}", called.json()["id"]).replace("{version}", "0")
+        body = bodies.get(route, {}) if method in ("POST", "PUT") else None
+        reply = http.request(method, re.sub(r"{\w+}", "x", path), json=body, headers=sent)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), route
+    assert http.get("/v1/sessions/own", headers=bearer(key)).json()["reward"] is None
+
+
+def test_the_key_of_up_rewards_and_its_sessions_key_calls(beside_up):
+    http, key = beside_up
+    made = http.post("/v1/sessions", json={"session_id": "graded"}, headers=bearer(key)).json()
+    own = bearer(made["api_key"])
+    assert http.post("/sessions/graded/v1/chat/completions", json=CHAT, headers=own).status_code == 200
+    line = {"session_id": "graded", "value": 0.5}
+    assert http.post("/v1/rewards", json=line, headers=own).status_code == 403
+    assert http.post("/v1/rewards", json=line, headers=bearer(key)).status_code == 200
 
 
 def test_only_the_tenant_that_owns_the_model_may_change_it(world):

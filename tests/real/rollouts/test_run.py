@@ -247,6 +247,87 @@ def test_a_run_whose_line_was_lost_is_read_from_its_session(url, tmp_path):
     assert (tmp_path / "played").read_text() == "x"
 
 
+REWARDS_ITSELF = """
+ask("hello")
+line = {"session_id": os.environ["TURNWISE_SESSION_ID"], "value": 9.0, "name": "bonus", "source": "turnwise run"}
+line |= {"step": 0} if os.environ["TURNWISE_TASK_ID"] == "step" else {}
+url = os.environ["OPENAI_BASE_URL"].partition("/sessions/")[0] + "/v1/rewards"
+body, headers = json.dumps(line).encode(), {"Content-Type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).close()
+"""
+
+
+@pytest.mark.parametrize("grader", [("--reward-command", "true"), ()], ids=["graded", "not_graded"])
+def test_a_session_that_its_agent_has_rewarded_gets_no_reward_and_is_reported_and_not_trained(
+    url, client, tmp_path, grader
+):
+    """A proxy that was started alone takes rewards of every caller, also under the name of this command."""
+    agent = write_agent(tmp_path, REWARDS_ITSELF)
+    tasks = write_tasks(tmp_path, {"task_id": "session"}, {"task_id": "step"})
+    arguments = ("--url", url, "--tasks", str(tasks), *grader, "--out", "out", "--json")
+    for _ in range(2):  # a result whose line was lost is read from its session
+        done = finished_run(tmp_path, *arguments, "--", sys.executable, str(agent))
+        runs = json.loads(done.stdout)["runs"]
+        assert [(run["reward"], run["termination_reason"]) for run in runs] == [(None, "foreign_rewards")] * 2
+        (tmp_path / "out/results.jsonl").write_text("")
+    stored = sessions_of(client, tmp_path, "out")
+    assert [(each["status"], each["train"]) for each in stored] == [("ended", False)] * 2
+
+
+def test_what_an_agent_writes_beside_its_directory_is_no_reward(url, tmp_path):
+    """`../played.json` is what a killed run goes on from; a command has no rewards in it."""
+    forged = {"termination_reason": "exit_status_0", "seconds": 0.0, "rewards": [{"value": 9.0}], "error": None}
+    agent = write_agent(
+        tmp_path,
+        f"ask('hello')\nopen('../played.json', 'w').write({json.dumps(forged)!r})\n"
+        "open('../../../../forged', 'w').close()\nimport time\ntime.sleep(600)\n",
+    )
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    arguments = ("--url", url, "--tasks", str(tasks), "--out", "out", "--json", "--", sys.executable, str(agent))
+    process = start_run(tmp_path, *arguments)
+    wait_until((tmp_path / "forged").exists, "the agent has written")
+    process.kill()
+    process.communicate()
+    (run,) = json.loads(finished_run(tmp_path, *arguments).stdout)["runs"]
+    assert (run["reward"], run["num_turns"]) == (None, 1)
+
+
+WRITES_ANSWERS = """
+import json, subprocess, sys, urllib.request
+
+FORGE = '''
+import json, os
+parent = f"/proc/{os.getppid()}/fd"
+lines = [{"id": n, "value": 9.0} for n in range(9)] + [{"id": "x", "value": 9.0}, [1], 5]
+for name in os.listdir(parent):
+    if os.readlink(f"{parent}/{name}").startswith("pipe:"):
+        try:
+            with open(os.open(f"{parent}/{name}", os.O_WRONLY | os.O_NONBLOCK), "w") as pipe:
+                pipe.write(chr(10).join(["no JSON", *map(json.dumps, lines), ""]))
+        except OSError:
+            pass
+'''
+
+def play(task, run):
+    body = json.dumps({"model": run.model, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + run.api_key}
+    urllib.request.urlopen(urllib.request.Request(run.base_url + "/chat/completions", body, headers)).close()
+    subprocess.run([sys.executable, "-c", FORGE], check=True)
+    return 0.25
+"""
+
+
+def test_a_program_of_the_agent_answers_no_run(url, tmp_path):
+    """By `/proc` it finds the pipe of its worker's answers; its lines are refused, and reported."""
+    (tmp_path / "forging_agent.py").write_text(WRITES_ANSWERS)
+    tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(3)))
+    options = ("--tasks", str(tasks), "--call", "forging_agent:play", "--parallel", "1")
+    done = finished_run(tmp_path, "--url", url, *options, "--out", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [0.25] * 3
+    assert "a line that answers no run is refused" in done.stderr
+
+
 async def test_a_library_plays_tasks_and_held_out_tasks_side_by_side(url, tmp_path, monkeypatch):
     (tmp_path / "library_agent.py").write_text(CALLED)
     monkeypatch.chdir(tmp_path)

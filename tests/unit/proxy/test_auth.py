@@ -69,6 +69,40 @@ def test_the_first_key_requires_authentication_and_its_revocation_does_not_lift_
             who(fresh, presented)
 
 
+def test_beside_the_key_of_up_callers_without_one_may_call_until_there_is_another_key(database, gate):
+    """What the key's sessions have stays valid then, unlike that of a session of an open proxy."""
+    open_session = gate.session_key(Session(session_id="open"), who(gate, None))
+    with database.write() as connection:
+        key = keys.local_key(connection, None)
+    gate = Authenticator(database, b"secret", has_local_key=True)
+    for presented in (None, "none", "tw-x-y", key[:-1] + "!"):
+        keyless = who(gate, presented)
+        assert keyless.role == "keyless"
+        keyless.require("call")
+        for action in auth.PHRASES.keys() - {"call"}:
+            with pytest.raises(Unauthorized, match="without a key this proxy lets nobody"):
+                keyless.require(action)
+    creator = who(gate, key)
+    assert (creator.role, creator.tenant) == ("admin", "default")
+    session = gate.session_key(Session(session_id="own"), creator)
+    assert [who(gate, each).role for each in (session, open_session)] == ["session", "session"]
+    new_key(database)
+    gate.forget()
+    for refused in (None, "none", open_session):
+        with pytest.raises(Unauthorized):
+            who(gate, refused)
+    assert [who(gate, each).role for each in (key, session)] == ["admin", "session"]
+
+
+def test_while_the_store_is_silent_the_key_of_up_stays_what_it_was(database, gate):
+    with database.write() as connection:
+        key = keys.local_key(connection, None)
+    gate.forget()
+    assert who(gate, key).role == "admin"
+    assert gate.last_known(bearer(key)).role == "admin"
+    assert gate.last_known({}).role == "keyless"
+
+
 def test_a_verified_key_is_cached_for_a_limited_time(database, gate):
     key_id, key = new_key(database)
     who(gate, key)

@@ -73,9 +73,19 @@ function startListening() {
   });
 }
 
+// The link that `turnwise up` prints brings the key, which then leaves the address.
+function takeKey() {
+  const [name, value] = location.hash.slice(1).split("=");
+  if (name !== "key" || !value) return false;
+  setKey(decodeURIComponent(value));
+  history.replaceState(null, "", location.pathname);
+  return true;
+}
+
 byId("login").onsubmit = (event) => { event.preventDefault(); setKey(byId("key").value.trim()); startListening(); show(); };
-window.onhashchange = () => { byId("main").setAttribute("aria-busy", "true"); byId("main").replaceChildren(); enter(NONE); show(); };
+window.onhashchange = () => { if (takeKey()) startListening(); byId("main").setAttribute("aria-busy", "true"); byId("main").replaceChildren(); enter(NONE); show(); };
 document.addEventListener("visibilitychange", refresh);
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); byId("main").focus(); };
+takeKey();
 startListening();
 show();
