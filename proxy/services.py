@@ -22,7 +22,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.pool import DRAIN_SECONDS, EnginePool
 from proxy.fault import FaultPoints
-from proxy.http.bodies import Bodies
+from proxy.http.asgi import BodyMemory
 from proxy.http.connections import RefusedHead
 from proxy.metrics import Counted, Metrics
 from proxy.reload.driver import Reloader
@@ -165,6 +165,8 @@ class Services:
         )
         self.take_media: Callable[[Call], Awaitable[None]] = refuse_media
         """What reads the media in a call's messages; without a feature that does, such a call is refused."""
+        self.open_body: Callable[[str, str, dict[bytes, bytes]], BodyMemory] = lambda *_: BodyMemory()
+        """What counts the bytes of a request's body: by its tenant, its key and its headers."""
         self.stored_document: Callable[[Any], Any] = lambda document: document
         """What the control plane stores of a JSON document that a client gave; a feature may leave something out."""
         self.stored_text: Callable[[str | None], str | None] = lambda text: text
@@ -190,7 +192,6 @@ class Services:
         self.idle = asyncio.Event()
         """Set while there are none."""
         self.idle.set()
-        self.bodies = Bodies(settings.max_body_bytes)
         self.sweeper = Sweeper(settings, database, authenticator, self.writer, metrics, self.forget_session)
         self.beside: dict[type[Beside], Any] = {kind: self._made(kind) for kind in features.beside}
         """What features do beside calls, by its class."""

@@ -21,7 +21,7 @@ from proxy.calls.retries import Attempt
 from proxy.calls.steps import CallStep
 from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
-from proxy.http.bodies import Body
+from proxy.http.asgi import BodyMemory
 from proxy.sessions.forest import KnownTurn, count_ids, encoded, ids_as_text
 from proxy.sessions.memory import known_turn
 from proxy.sessions.place import CallPlace
@@ -67,7 +67,7 @@ class Running(Captured):
     reply_headers: dict[str, str] = dataclasses.field(default_factory=dict)
     is_admitted: bool = False
     """Whether it counts as a call that runs."""
-    body: Body | None = None
+    body: BodyMemory | None = None
     """The memory of the request's body; None for a short one."""
     is_sent_again: bool = False
     """Whether its engine has refused it once, and gets it a second time."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from proxy.http.places import Places
+from proxy.features.places import Places
 from proxy.routes.control import Caller, CheckedRoute, Here, Id
 from proxy.routes.declared import Routes
 from proxy.routes.sessions import GAMMA_UNUSED, session_filter

@@ -14,8 +14,7 @@ from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute, template_arguments
 from proxy.dialects.responses import Responses
 from proxy.dialects.translated import Translated
-from proxy.http.asgi import cancelled_when_client_leaves, parse_object
-from proxy.http.bodies import read_body
+from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import Endpoint, ReplySender, admitted, query_of
 from proxy.routes.declared import Routes, endpoints
@@ -42,7 +41,7 @@ class CountEndpoint(Endpoint):
             principal = await services.authenticator.authenticate(headers)
             principal.require("call")
             async with admitted(services, principal, scope) as admission:
-                with services.bodies.open(principal.tenant, principal.root_key_id, headers) as memory:
+                with services.open_body(principal.tenant, principal.root_key_id, headers) as memory:
                     raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
                     call = await self._read(raw, scope)
                 await services.pool.name_policy(call, principal)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import orjson
-from starlette.types import Send
+from starlette.types import Message, Receive, Send
 
-from turnwise.errors import ClientLeft, InvalidRequest
+from turnwise.errors import ClientLeft, InvalidRequest, TooLarge, TooSlow
 from turnwise.json_text import loads, scan
 from turnwise.types import Json
 
@@ -41,6 +43,11 @@ ms to join a megabyte."""
 DECODED_HERE_BYTES = 4 * 2**20
 DECODED_HERE_STRINGS = 32_768
 """A body with more bytes or strings is decoded in a thread, item by item."""
+SHORT_DIGITS = 5
+"""A call's body is short if its declared length has no more digits: the connection has received it by then."""
+LEAST_BYTES_PER_SECOND = 1024
+PATIENCE_SECONDS = 10.0
+"""How long a begun body may bring nothing; what it brings restores the time at the least rate."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -69,6 +76,78 @@ def cancelled_when_client_leaves(left: asyncio.Future[None]) -> Iterator[None]:
     finally:
         task = None  # the callback may be scheduled already
         left.remove_done_callback(cancel)
+
+
+class BodyMemory:
+    """The memory of one body, which nobody counts here; `close`, or the end of its block, gives it back."""
+
+    async def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived, as soon as they fit."""
+
+    def end(self) -> None:
+        """Note that the body is whole."""
+
+    def close(self) -> None:
+        self.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+async def read_body(receive: Receive, *, max_bytes: int, memory: BodyMemory | None = None) -> bytes:
+    """Return the whole request body. The connection limits the time that it may take (see `proxy.http.connections`).
+
+    Args:
+        receive: gives its parts.
+        max_bytes: the most that it may have.
+        memory: what its bytes are counted in; None for a short body.
+
+    Raises:
+        TooLarge: it is longer than `max_bytes`.
+        TooSlow: it has begun, and arrives too slowly.
+        InvalidRequest: the client disconnected before it was complete.
+    """
+    parts: list[bytes] = []
+    num_bytes, has_more, patience = 0, True, PATIENCE_SECONDS
+    while has_more:
+        if not parts:
+            message = await receive()
+        else:
+            message, patience = await _receive_in_time(receive, patience, len(parts[-1]))
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("the client disconnected before its request was complete")
+        part: bytes = message.get("body", b"")
+        has_more = bool(message.get("more_body"))
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise TooLarge(f"the request body is larger than {max_bytes} bytes, which is the limit; send less")
+        if memory is not None:
+            await memory.add(len(part))
+        parts.append(part)
+    if memory is not None:
+        memory.end()
+    return parts[0] if len(parts) == 1 else await joined(parts, num_bytes)
+
+
+async def _receive_in_time(receive: Receive, patience: float, num_new_bytes: int) -> tuple[Message, float]:
+    """Return the next part of a body and the time that it may still bring nothing.
+
+    The time in which the proxy does not read is not the client's.
+    """
+    patience = min(PATIENCE_SECONDS, patience + num_new_bytes / LEAST_BYTES_PER_SECOND)
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(patience):
+            message = await receive()
+    except TimeoutError as error:
+        raise TooSlow(
+            f"the request body arrives more slowly than {LEAST_BYTES_PER_SECOND} bytes a second; send it again",
+            code="request_timeout",
+        ) from error
+    return message, patience - (time.monotonic() - began)
 
 
 async def joined(parts: list[bytes], num_bytes: int) -> bytes:

@@ -27,8 +27,7 @@ from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
 from proxy.dialects.registry import SESSION_PREFIX
 from proxy.engines.engine import Engine
 from proxy.http import problems
-from proxy.http.asgi import JSON, cancelled_when_client_leaves, parse_object, send_whole
-from proxy.http.bodies import SHORT_DIGITS, read_body
+from proxy.http.asgi import JSON, SHORT_DIGITS, cancelled_when_client_leaves, parse_object, read_body, send_whole
 from proxy.http.connections import LEFT
 from proxy.sessions.conversation import has_media
 from proxy.sessions.identities import identify
@@ -263,7 +262,7 @@ class SampleEndpoint(Endpoint):
         if not may_be_answered:  # the answer of a retry may be known, and needs no place
             await admit(services, running)
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
-            running.body = services.bodies.open(principal.tenant, principal.root_key_id, headers)
+            running.body = services.open_body(principal.tenant, principal.root_key_id, headers)
         call, digest = await self._read(scope, receive, running)
         reply.call = running.call = call
         call.is_retry = is_marked

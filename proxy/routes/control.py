@@ -24,8 +24,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import DEFAULT_TENANT, Principal, session_deleted
-from proxy.http.asgi import cancelled_when_client_leaves, check_limits
-from proxy.http.bodies import read_body
+from proxy.http.asgi import cancelled_when_client_leaves, check_limits, read_body
 from proxy.http.connections import LEFT
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
@@ -298,7 +297,7 @@ class CheckedRoute(APIRoute):
                 with cancelled_when_client_leaves(request.scope["extensions"][LEFT]):
                     by = await caller(request)
                     headers = dict(request.scope["headers"])
-                    memory = held.enter_context(services.bodies.open(by.tenant, by.root_key_id, headers))
+                    memory = held.enter_context(services.open_body(by.tenant, by.root_key_id, headers))
                     max_bytes, max_strings = self.limits(services.settings)
                     raw = await read_body(request.receive, max_bytes=max_bytes, memory=memory)
                     await check_limits(raw, services.settings.max_json_string_bytes, max_strings)

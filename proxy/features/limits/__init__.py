@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from proxy.auth import OPEN
 from proxy.calls.steps import CallStep
+from proxy.features.limits.bodies import Bodies
 from proxy.features.limits.budgets import Budgets
 from proxy.features.limits.calls import Limits, Scope
 from proxy.features.limits.settings import LimitSettings
@@ -26,6 +27,7 @@ class CallLimits(CallStep):
         self._limits = Limits(settings, settings.max_concurrent_calls, services.metrics)
         self.budgets = Budgets(settings, services.database, services.writer, services.metrics)
         services.closing.append(self.budgets.close)
+        services.open_body = Bodies(settings.max_body_bytes).open
         self.columns = (TOKENS_USED._replace(read=used_tokens(self.budgets.since_day)),)
 
     async def admitted(self, running: Running) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import cachetools
 
-from proxy.http.places import Places
+from proxy.features.places import Places
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
 from turnwise.features.page import overview

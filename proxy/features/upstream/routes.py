@@ -13,8 +13,7 @@ from proxy.dialects.base import WireRoute
 from proxy.engines.engine import CONNECT_SECONDS
 from proxy.engines.http_client import Access, Answer, AnswerTooLong, Disconnected, HttpClient
 from proxy.features.upstream.settings import UpstreamSettings
-from proxy.http.asgi import cancelled_when_client_leaves
-from proxy.http.bodies import read_body
+from proxy.http.asgi import cancelled_when_client_leaves, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import Endpoint, ReplySender
 from proxy.routes.declared import Routes
@@ -80,7 +79,7 @@ class UpstreamEndpoint(Endpoint):
             path = self._route.path.removeprefix("/v1")
             if query := scope["query_string"].decode("latin-1"):
                 path += f"?{query}"
-            with self._services.bodies.open(principal.tenant, principal.root_key_id, headers) as memory:
+            with self._services.open_body(principal.tenant, principal.root_key_id, headers) as memory:
                 body = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
                 try:
                     with await upstream.request("POST", path, body, passed) as answer:

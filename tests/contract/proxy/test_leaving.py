@@ -14,7 +14,7 @@ from proxy.calls import relay
 from proxy.calls.retries import Retries
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
-from proxy.http.bodies import Body
+from proxy.features.limits.bodies import Body
 from proxy.http.connections import LEFT
 from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer

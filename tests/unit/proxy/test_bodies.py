@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from proxy.http import bodies as bodies_module
-from proxy.http.bodies import ALL_BODIES, KEY_BODIES, TENANT_BODIES, Bodies, Body, read_body
+from proxy.features.limits.bodies import ALL_BODIES, KEY_BODIES, TENANT_BODIES, Bodies, Body
+from proxy.http import asgi
+from proxy.http.asgi import read_body
 from turnwise.errors import TooLarge, TooSlow
 
 LONGEST = 100
@@ -131,16 +132,16 @@ class Sending:
 @pytest.mark.parametrize("parts", [[b"x"], [b"x"] * 5, [b"x" * 50_000]], ids=["one byte", "drops", "much"])
 async def test_a_body_that_has_begun_and_stops_is_refused(monkeypatch, parts):
     """Without limit of its own time, which the connection has."""
-    monkeypatch.setattr(bodies_module, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(asgi, "PATIENCE_SECONDS", 0.05)
     with pytest.raises(TooSlow, match="1024 bytes a second"):
         await asyncio.wait_for(read_body(Sending(*parts).receive, max_bytes=10**6), 60)
 
 
 async def test_the_time_in_which_the_proxy_does_not_read_is_not_the_clients(monkeypatch):
     """It waits for memory for longer than the client may be silent."""
-    monkeypatch.setattr(bodies_module, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(asgi, "PATIENCE_SECONDS", 30.0)
     clock = [0.0]
-    monkeypatch.setattr(bodies_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(asgi.time, "monotonic", lambda: clock[0])
     bodies, sent = Bodies(LONGEST), []
 
     class Slow(Body):

@@ -1,4 +1,4 @@
-"""How much of request bodies may be in memory, and how slowly they may arrive: what counts is what has arrived.
+"""How much of request bodies may be in memory: what counts is what has arrived.
 
 The bytes of a body count for its key, its tenant and the proxy until the call has its place under the other limits, so
 calls that wait for a place do not fill the memory. A part that does not fit is read later. Room is kept for the oldest
@@ -9,22 +9,12 @@ bodies are not counted: the connection has received them by then.
 from __future__ import annotations
 
 import asyncio
-import time
-from types import TracebackType
-from typing import Self
 
-from starlette.types import Message, Receive
-
-from proxy.http.asgi import joined
-from turnwise.errors import InvalidRequest, TooLarge, TooSlow
+from proxy.http.asgi import BodyMemory
+from turnwise.errors import TooLarge
 
 KEY_BODIES, TENANT_BODIES, ALL_BODIES = 2, 4, 8
 """Bodies of the longest kind that one key with its session keys, one tenant, and all together may have in memory."""
-SHORT_DIGITS = 5
-"""A call's body is short if its declared length has no more digits."""
-LEAST_BYTES_PER_SECOND = 1024
-PATIENCE_SECONDS = 10.0
-"""How long a begun body may bring nothing; what it brings restores the time at the least rate."""
 
 
 class _Share:
@@ -38,8 +28,8 @@ class _Share:
         self.num_bodies = 0
 
 
-class Body:
-    """The memory of one body; `close`, or the end of its block, gives it back."""
+class Body(BodyMemory):
+    """The memory of one body."""
 
     def __init__(self, bodies: Bodies, shares: list[_Share]) -> None:
         self._bodies = bodies
@@ -76,12 +66,6 @@ class Body:
         self._bodies.forget(self._shares)
         self._shares, self.num_bytes = [], 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 class Bodies:
     """The bodies of one process."""
@@ -117,56 +101,3 @@ class Bodies:
         """Forget the shares of tenants and keys without bodies."""
         if not all(share.num_bodies for share in shares):
             self._shares = {name: share for name, share in self._shares.items() if share.num_bodies}
-
-
-async def read_body(receive: Receive, *, max_bytes: int, memory: Body | None = None) -> bytes:
-    """Return the whole request body. The connection limits the time that it may take (see `proxy.http.connections`).
-
-    Args:
-        receive: gives its parts.
-        max_bytes: the most that it may have.
-        memory: what its bytes are counted in; None for a short body.
-
-    Raises:
-        TooLarge: it is longer than `max_bytes`.
-        TooSlow: it has begun, and arrives too slowly.
-        InvalidRequest: the client disconnected before it was complete.
-    """
-    parts: list[bytes] = []
-    num_bytes, has_more, patience = 0, True, PATIENCE_SECONDS
-    while has_more:
-        if not parts:
-            message = await receive()
-        else:
-            message, patience = await _receive_in_time(receive, patience, len(parts[-1]))
-        if message["type"] == "http.disconnect":
-            raise InvalidRequest("the client disconnected before its request was complete")
-        part: bytes = message.get("body", b"")
-        has_more = bool(message.get("more_body"))
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise TooLarge(f"the request body is larger than {max_bytes} bytes, which is the limit; send less")
-        if memory is not None:
-            await memory.add(len(part))
-        parts.append(part)
-    if memory is not None:
-        memory.end()
-    return parts[0] if len(parts) == 1 else await joined(parts, num_bytes)
-
-
-async def _receive_in_time(receive: Receive, patience: float, num_new_bytes: int) -> tuple[Message, float]:
-    """Return the next part of a body and the time that it may still bring nothing.
-
-    The time in which the proxy does not read is not the client's.
-    """
-    patience = min(PATIENCE_SECONDS, patience + num_new_bytes / LEAST_BYTES_PER_SECOND)
-    began = time.monotonic()
-    try:
-        async with asyncio.timeout(patience):
-            message = await receive()
-    except TimeoutError as error:
-        raise TooSlow(
-            f"the request body arrives more slowly than {LEAST_BYTES_PER_SECOND} bytes a second; send it again",
-            code="request_timeout",
-        ) from error
-    return message, patience - (time.monotonic() - began)
