@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import cachetools
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ from turnwise.store.turns import TurnView
 from turnwise.types import PolicyKind, PolicyVersion, image_digests
 from turnwise.verify.records import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
+
+Reals: TypeAlias = npt.NDArray[np.float64]
 
 MODELS_KEPT = 2
 """Versions in memory: sessions that were played at the same time have neighbouring ones."""
@@ -48,7 +51,7 @@ class ForwardChecker:
     def __init__(self, versions: Mapping[int, PolicyVersion], *, tolerance: float) -> None:
         self._versions = versions
         self._tolerance = tolerance
-        self._models: cachetools.LRUCache[int, Any] = cachetools.LRUCache(MODELS_KEPT)
+        self._models: cachetools.LRUCache[tuple[int, torch.dtype], Any] = cachetools.LRUCache(MODELS_KEPT)
         self._vocabularies: cachetools.LRUCache[str, Vocabulary] = cachetools.LRUCache(MODELS_KEPT)
 
     def close(self) -> None:
@@ -56,26 +59,40 @@ class ForwardChecker:
         self._vocabularies.clear()
 
     def check(self, view: TurnView, place: str, report: Verification) -> None:
+        now = self.logprobs(view)
+        if isinstance(now, str):
+            report.not_checked[now] += 1
+            return
+        for index in np.flatnonzero(~np.isneginf(now)):
+            where, stored = f"{place} logprobs[{index}]", float(view.turn.logprobs[index])
+            report.compare_logprobs(stored, float(now[index]), self._tolerance, where, "the files give")
+        report.checked["turns with logprobs recomputed"] += 1
+
+    def logprobs(self, view: TurnView, version: int | None = None, dtype: torch.dtype = torch.float32) -> Reals | str:
+        """Return the logprob of each sampled token [R], or why it cannot be computed; −inf where a mask is not known.
+
+        `version` is another one than sampled it, `dtype` the number format.
+        """
         turn = view.turn
         found = self._processors(view)
         if isinstance(found, str):
-            report.not_checked[found] += 1
-            return
+            return found
         tokens = torch.tensor([*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()])
-        is_known = np.ones(len(turn.token_ids), np.bool_)
         with torch.inference_mode():
-            output = self._model(turn.policy_version_first)(tokens[None])
+            output = self._model(turn.policy_version_first if version is None else version, dtype)(tokens[None])
             logits_RV = output.logits[0, turn.prompt_length - 1 : -1].float()
             if found is not None:
                 sampled = SampledTurn(processors=found, prompt=view.prompt_token_ids, sampled=turn.token_ids)
                 apply_to_turn(logits_RV, sampled)
-                is_known = is_known if found.is_known is None else found.is_known
             log_p_RV = torch.log_softmax(logits_RV / (temperature_of(turn.sampling) or 1.0), -1)
-        now = log_p_RV.gather(1, tokens[turn.prompt_length :, None])[:, 0].tolist()
-        for index in np.flatnonzero(is_known):
-            where, stored = f"{place} logprobs[{index}]", float(turn.logprobs[index])
-            report.compare_logprobs(stored, now[index], self._tolerance, where, "the files give")
-        report.checked["turns with logprobs recomputed"] += 1
+        now: Reals = log_p_RV.gather(1, tokens[turn.prompt_length :, None])[:, 0].numpy().astype(np.float64)
+        return now if found is None or found.is_known is None else np.where(found.is_known, now, -np.inf)
+
+    def of_text(self, tokens: Sequence[int], positions: Sequence[int], dtype: torch.dtype = torch.float32) -> Reals:
+        """Return the logprobs of the tokens at some positions of a text, under version 0."""
+        with torch.inference_mode():
+            log_p_TV = self._model(0, dtype)(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        return np.array([float(log_p_TV[position - 1, tokens[position]]) for position in positions])
 
     def _processors(self, view: TurnView) -> TurnProcessors | str | None:
         """Return what the engine applied to the turn's logits beside a scale, or why it cannot be applied again."""
@@ -93,16 +110,16 @@ class ForwardChecker:
         found = processors(turn.sampling, view.prompt_token_ids, turn.token_ids, support, vocabulary)
         return f"sampled with {found}, which cannot be applied again" if isinstance(found, str) else found
 
-    def _model(self, version: int) -> Any:
-        if version not in self._models:
-            self._models[version] = load_version(self._versions[version])
-        return self._models[version]
+    def _model(self, version: int, dtype: torch.dtype) -> Any:
+        if (version, dtype) not in self._models:
+            self._models[version, dtype] = load_version(self._versions[version], dtype)
+        return self._models[version, dtype]
 
 
-def load_version(version: PolicyVersion) -> Any:
+def load_version(version: PolicyVersion, dtype: torch.dtype = torch.float32) -> Any:
     base = _base_of(version)
     config = read_config(base)
-    given = {"config": config, "dtype": torch.float32, "attn_implementation": "eager" if is_capped(config) else None}
+    given = {"config": config, "dtype": dtype, "attn_implementation": "eager" if is_capped(config) else None}
     model = model_class(config).from_pretrained(base, **given).eval()
     if _is_adapter(version):
         from peft import PeftModel

@@ -18,9 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from certificates.loads import LIMITS
 from certificates.tiny import TINY, architecture_of, build, environment
 
-from turnwise.commands.certify import LIMITS, Certificate
+from turnwise.verify.certificate import Certificate
 
 ROWS = Path(__file__).with_name("rows.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -39,7 +40,8 @@ HEAD = """# Models
 checkpoints. `turnwise certify` served each, trained it by GRPO and DPO, loaded, rolled back and loaded each version
 again ([checks](exactness.md#a-model-before-a-long-training)); with `*`, a random adapter and random weights were only
 loaded into vLLM. A number is the largest difference of a token's logprob from a forward pass of transformers, in nats,
-which must be at most 1e-4; in bfloat16 it is the mean one, at most 0.1. *Learning* is the share of right tokens before
+which must be at most 1e-4; in bfloat16 it is the mean one, at most twice what the format itself rounds, or 0.1 with
+`*`. *Learning* is the share of right tokens before
 and after the tiny task of `bench/learning`, where 0.85 is learned. "–" was not measured.
 
 `turnwise doctor --model DIR` says before a start whether a model can be served and trained, why it is refused, and what
@@ -112,6 +114,7 @@ def whole_product(name: str, directory: Path, wanted: list[str]) -> dict[str, An
             "dtype": each.dtype,
             "refused": each.refused and NAMED.sub("", each.refused),
             "gap": each.gap() if each.stages else None,
+            "is_wrong": each.verdict() == "wrong",
         }
         for each in (() if found is None else found.kinds)
         if each.kind in wanted and each.verdict() != "not measured"
@@ -140,7 +143,8 @@ def tried(result: dict[str, Any] | None, loaded: float | None, dtype: str) -> st
     if result is None:
         return "–" if loaded is None else f"{shown(loaded, dtype)}*"
     if result["refused"] is None:
-        return shown(result["gap"], result["dtype"])
+        shown_gap = shown(result["gap"], result["dtype"])
+        return f"**wrong** {shown_gap}" if result.get("is_wrong") and "wrong" not in shown_gap else shown_gap
     return "refused" if result["gap"] is None else "**refused** after the start"
 
 

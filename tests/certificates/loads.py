@@ -19,8 +19,11 @@ from trainer.model.model import Policy
 from turnwise.errors import TurnwiseError
 from turnwise.processes.served_model import check_served, cpu_dtype_of
 from turnwise.types import PolicyKind
+from turnwise.verify.certificate import LARGEST_GAP
 
 NUM_TOKENS, RANK, CHANGE = 40, 8, 0.03
+LIMITS = {"float32": LARGEST_GAP, "bfloat16": 0.1}
+"""Largest gap in float32 and the mean one in bfloat16 after a load, in nats."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",

@@ -4,9 +4,8 @@ import importlib.util
 
 import pytest
 from certificates.__main__ import loads
+from certificates.loads import LIMITS
 from certificates.tiny import TINY, build
-
-from turnwise.commands.certify import LIMITS
 
 pytestmark = pytest.mark.engine
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from click.testing import CliRunner, Result
@@ -15,34 +16,72 @@ from support.tiny_checkpoints import write_weights
 from support.tiny_models import make_model
 
 from turnwise.commands import certify
-from turnwise.commands.certify import FILE, Certificate, KindResult, gaps_of
+from turnwise.commands.certify import why_untrained
 from turnwise.commands.preflight import check_trained
 from turnwise.commands.verify import doctor
 from turnwise.errors import BadCheckpoint, ChildFailed, ProxyUnavailable, SettingsError
 from turnwise.types import PolicyKind
-from turnwise.verify.records import Verification
-from turnwise.version_directory import base_version
+from turnwise.verify.certificate import FILE, Certificate, Computed, KindResult, ingredients
 
 
-def stage(largest: float, mean: float = 0.0) -> dict[str, object]:
-    return {"versions": [1], "max": largest, "mean": mean, "tokens": 5}
+def stage(largest: float, mean: float = 0.0, **more: float) -> dict[str, object]:
+    return {"versions": [1], "max": largest, "mean": mean, "tokens": 5, **more}
 
 
 def certificate(model: Path, *kinds: KindResult) -> Certificate:
-    digest = str(base_version(str(model)).model_digest)
-    return Certificate(digest, "Qwen3ForCausalLM", {"torch": "2.13.0"}, list(kinds))
+    return Certificate("Qwen3ForCausalLM", ingredients(model), list(kinds))
 
 
-def test_a_certificate_is_read_as_it_was_written_and_belongs_to_these_weights(tmp_path):
-    model = write_weights(tmp_path / "model")
+def overwrite_the_middle(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    third = len(data) // 3
+    data[third : 2 * third] = bytes(third)
+    file.write_bytes(data)
+
+
+def set_key(name: str, value: object) -> Callable[[Path], None]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {name: value})) and None
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("model.safetensors", overwrite_the_middle),
+        ("config.json", set_key("rope_theta", 123.0)),
+        ("config.json", set_key("rms_norm_eps", 0.1)),
+        ("config.json", set_key("sliding_window", 16)),
+        ("config.json", set_key("architectures", ["LlamaForCausalLM"])),
+        ("generation_config.json", set_key("eos_token_id", [7])),
+        ("chat_template.jinja", lambda file: file.write_text("{{ messages[0] }}")),
+        ("added.jinja", lambda file: file.write_text("{{ messages }}")),
+    ],
+)
+def test_a_certificate_belongs_to_the_whole_files_of_its_model_and_names_what_changed(tmp_path, file, change):
+    model = make_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "generation_config.json").write_text("{}")
     made = certificate(model, KindResult("full", {"base": stage(1e-6)}, {"rows": "shared"}))
     made.write(str(model))
-    assert Certificate.read(str(model)) == made
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    assert Certificate.read(str(model)) is None
+    (model / "README.md").write_text("of no effect")
+    assert Certificate.valid(str(model)) == (made, [])
+    change(model / file)
+    assert Certificate.valid(str(model)) == (None, [file])
+    result = CliRunner().invoke(doctor, ["--model", str(model)])
+    assert f"certificate: was made with another {file}, and says nothing any more" in result.output
     (model / FILE).unlink()
-    assert Certificate.read(str(model)) is None
+    assert Certificate.valid(str(model)) == (None, [])
+
+
+def test_a_certificate_of_another_vllm_says_nothing_any_more(tmp_path):
+    """Also what it refused then is tried again."""
+    from trainer.features import Settings
+
+    model = make_model(tmp_path / "model")
+    made = certificate(model, KindResult("full", refused="no kernel"))
+    made.made_with |= {"vllm": "0.1", "torch": "1.0"}
+    made.write(str(model))
+    assert Certificate.valid(str(model)) == (None, ["torch", "vllm"])
+    check_trained(Settings(model=str(model)))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +89,13 @@ def test_a_certificate_is_read_as_it_was_written_and_belongs_to_these_weights(tm
     [
         (KindResult("full", {"base": stage(1e-6), "dpo": stage(9e-5)}), "right"),
         (KindResult("full", {"base": stage(1e-6), "dpo": stage(2e-4)}), "wrong"),
-        (KindResult("full", {"base": stage(0.7, 0.07)}, dtype="bfloat16"), "right"),
-        (KindResult("full", {"base": stage(0.7, 0.2)}, dtype="bfloat16"), "wrong"),
-        (KindResult("full", {"base": stage(0.7, 0.07)}, dtype="float16"), "right"),
-        (KindResult("full", {"base": stage(0.7, 0.2)}, dtype="float16"), "wrong"),
+        (KindResult("full", {"base": stage(0.7, 0.015, noise=0.01)}, dtype="bfloat16"), "right"),
+        (KindResult("full", {"base": stage(0.7, 0.025, noise=0.01)}, dtype="bfloat16"), "wrong"),
+        (KindResult("full", {"base": stage(0.7, 0.015)}, dtype="bfloat16"), "wrong"),
+        (KindResult("full", {"dpo": stage(0.7, 0.015, noise=0.01, slope=0.95)}, dtype="float16"), "right"),
+        (KindResult("full", {"dpo": stage(0.7, 0.015, noise=0.01, slope=0.8)}, dtype="float16"), "wrong"),
+        (KindResult("full", {"base": stage(1e-6), "dpo": stage(1e-6, moved=True)}), "right"),
+        (KindResult("full", {"base": stage(1e-6), "dpo": stage(1e-6, moved=False)}), "wrong"),
         (KindResult("full", {"base": stage(1e-6)}, refused="no kernel"), "refused"),
         (KindResult("full"), "wrong"),
         (KindResult("full", unfinished="out of memory"), "not measured"),
@@ -72,17 +114,6 @@ def test_what_the_certificate_says_decides_whether_a_kind_is_trained(tmp_path, r
         return
     with pytest.raises(SettingsError, match=rf"says that kind='full' is {verdict}: .*run `turnwise certify` again"):
         made.check(PolicyKind.FULL)
-
-
-def test_a_certificate_of_one_dtype_for_all_kinds_is_still_read(tmp_path):
-    model = write_weights(tmp_path / "model")
-    path = certificate(model, KindResult("full", {"base": stage(0.7, 0.07)})).write(str(model))
-    old = json.loads(path.read_text()) | {"dtype": "bfloat16"}
-    for each in old["kinds"]:
-        del each["dtype"], each["unfinished"]
-    path.write_text(json.dumps(old))
-    found = Certificate.read(str(model))
-    assert [each.verdict() for each in found.kinds] == ["right"]
 
 
 Certify = Callable[..., Result]
@@ -109,7 +140,8 @@ def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
         monkeypatch.setattr(certify, "_command", lambda *_: "{}")
         monkeypatch.setattr(certify, "_play_all", play_all)
         monkeypatch.setattr(certify, "engine_dtype", lambda _: dtype)
-        monkeypatch.setattr(certify, "_compare", lambda _: stages or {})
+        monkeypatch.setattr(certify, "_compare", lambda *_: (stages or {}, "1 of 1 turns extend their chain"))
+        monkeypatch.setattr(certify, "_long_text", lambda *_: stage(1e-6, 1e-6, noise=1e-6))
         return CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs")])
 
     return run
@@ -118,9 +150,9 @@ def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
 def test_the_engine_says_by_which_limit_it_is_judged(tmp_path, run_certify):
     """On a GPU it computes in the format of the weights, whatever it would do on a CPU."""
     model = write_weights(tmp_path / "model")
-    result = run_certify(model, play=lambda: None, dtype="bfloat16", stages={"base": stage(0.7, 0.07)})
+    result = run_certify(model, play=lambda: None, dtype="bfloat16", stages={"base": stage(0.7, 0.07, noise=0.05)})
     assert (result.exit_code, result.exception) == (0, None)
-    assert "full: right: largest gap 0.07 nats in bfloat16 (base)" in result.output
+    assert "full: right: largest gap 0.07 nats in bfloat16 (long, base); chains: 1 of 1" in result.output
 
 
 def answered(status: int, message: str) -> openai.APIStatusError:
@@ -171,13 +203,45 @@ def test_each_kind_is_tried_and_a_cause_that_is_not_the_model_s_refuses_nothing(
 
 
 def test_every_difference_counts_and_one_that_is_no_number_is_infinite():
-    report = Verification()
-    for now in (-1.0, -1.5, -0.75):
-        report.compare_logprobs(-1.0, now, math.inf, "place", "source")
-    assert gaps_of(report) == {"max": 0.5, "mean": 0.25, "tokens": 3}  # 0, 0.5 and 0.25
-    report.compare_logprobs(-1.0, math.nan, math.inf, "place", "source")
-    assert gaps_of(report)["max"] == math.inf
-    assert gaps_of(Verification())["mean"] == math.inf
+    computed = Computed(engine=[-1.0, -1.5, -0.75], exact=[-1.0] * 3)
+    assert computed.gaps() == {"max": 0.5, "mean": 0.25, "tokens": 3}  # 0, 0.5 and 0.25
+    assert Computed(engine=[-1.0, math.nan], exact=[-1.0] * 2).gaps()["max"] == math.inf
+    assert Computed().gaps()["mean"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("share", "shift", "verdict"),
+    [
+        (1.0, 0.0, "right"),
+        (0.7, 0.0, "wrong"),  # an engine that leaves out a part of an adapter
+        (0.0, 0.0, "wrong"),  # one that serves the base
+        (1.0, 0.08, "wrong"),  # another norm, or another rotary base
+    ],
+)
+def test_in_16_bits_rounding_passes_and_a_part_that_is_ignored_does_not(share, shift, verdict):
+    """The rounding is 0.02 nats a token, and the version changes 0.1: the former limit of 0.1 let all of these pass."""
+    generator = np.random.default_rng(0)
+    base = -generator.exponential(1.0, 200)
+    changed, rounding, other = (generator.normal(0, scale, 200) for scale in (0.1, 0.02, 0.02))
+    computed = Computed(
+        engine=list(base + share * changed + rounding + shift),
+        exact=list(base + changed),
+        rounded=list(base + changed + other),
+        base=list(base),
+    )
+    gaps = computed.gaps()
+    assert gaps["mean"] < 0.1
+    assert KindResult("lora", {"grpo": gaps}, dtype="bfloat16").verdict() == verdict
+
+
+def test_a_trainer_that_refused_every_group_is_quoted_at_once(tmp_path):
+    log = tmp_path / "trainer.log"
+    log.write_text(
+        "INFO not trained: 1 of 2 groups, older\nERROR group base-0 is not trained: its logprobs differ by 0.4\n"
+    )
+    assert why_untrained(log) == "the trainer trained no group: its logprobs differ by 0.4"
+    log.write_text("INFO nothing\n")
+    assert str(log) in why_untrained(log)
 
 
 def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path):

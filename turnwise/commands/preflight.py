@@ -171,9 +171,9 @@ def check_trained(trainer: TrainerSettings) -> dict[str, str]:
         SettingsError: its versions would not be loaded by engines, or its certificate says that something went wrong.
     """
     from trainer.model.loading import described
-    from turnwise.commands.certify import Certificate
+    from turnwise.verify.certificate import Certificate
 
-    certificate = Certificate.read(trainer.model)
+    certificate, _ = Certificate.valid(trainer.model)
     if certificate is not None:
         certificate.check(trainer.kind)
     return described(trainer)

@@ -185,11 +185,11 @@ def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]
 def _examine_model(model: str) -> Iterator[Finding]:
     """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
     from trainer.features import Settings
-    from turnwise.commands.certify import Certificate
     from turnwise.commands.preflight import check_trained
     from turnwise.processes.engine_command import EngineSettings, check_model_fits
     from turnwise.processes.installation import Finding, Severity
     from turnwise.processes.served_model import check_chat_template, check_model_directory
+    from turnwise.verify.certificate import Certificate
 
     for kind in PolicyKind:
         engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)
@@ -202,6 +202,10 @@ def _examine_model(model: str) -> Iterator[Finding]:
             yield Finding(f"model, kind {kind}", Severity.OK, text)
         except TurnwiseError as error:
             yield Finding(f"model, kind {kind}", Severity.FAIL, str(error))
-    certificate = Certificate.read(model)
+    certificate, changed = Certificate.valid(model)
+    if changed:
+        text = f"was made with another {', '.join(changed)}, and says nothing any more; run `turnwise certify` again"
+        yield Finding("certificate", Severity.WARN, text)
+        return
     rows = ["none; `turnwise certify` makes one"] if certificate is None else certificate.rows()
     yield from (Finding("certificate", Severity.OK, row) for row in rows)
