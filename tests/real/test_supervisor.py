@@ -259,3 +259,15 @@ def test_a_killed_guard_ends_with_its_child_and_is_restarted(tmp_path):
         os.kill(stack.pid("sleeper"), signal.SIGKILL)
         wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
         wait_until(lambda: not _alive(first), "the first process is gone")
+
+
+def test_a_restart_that_was_asked_for_is_no_death(tmp_path):
+    path, said = tmp_path / "pids", []
+    say = lambda _, text: said.append(text)  # noqa: E731
+    with Supervisor([_sleeper(path)], log_directory=tmp_path, say=say, max_quick_deaths=1) as stack:
+        stack.restart("sleeper")
+        wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
+        wait_until(lambda: stack.state("sleeper") is ChildState.READY, "it is ready")
+        stack.check()
+    assert "stopped; starting it again" in said
+    assert not any("died" in text for text in said)

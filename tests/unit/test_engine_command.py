@@ -240,6 +240,32 @@ def test_adapters_of_a_mixture_are_refused_on_a_cpu_before_the_start(model_dir, 
     check_served(model, gpu=False, lora=False, dtype=None)
 
 
+def test_a_model_that_says_it_is_no_mixture_is_none(model_dir):
+    """Doge states its number of experts beside `is_moe: false`."""
+    check_served(
+        _write_config(model_dir, model_type="doge", num_experts=8, is_moe=False), gpu=False, lora=True, dtype=None
+    )
+    with pytest.raises(EngineError, match="is a mixture of experts"):
+        check_served(_write_config(model_dir, num_experts=8, is_moe=True), gpu=False, lora=True, dtype=None)
+
+
+def test_a_padding_id_outside_of_the_vocabulary_is_refused_by_name(model_dir):
+    for padding in (99, -7):
+        model = _write_config(model_dir, pad_token_id=padding, vocab_size=99)
+        with pytest.raises(EngineError, match=f"has pad_token_id {padding}, outside of its vocabulary of 99 tokens"):
+            check_served(model, gpu=True, lora=False, dtype=None)
+    for padding in (98, -1, None):
+        check_served(_write_config(model_dir, pad_token_id=padding, vocab_size=99), gpu=True, lora=False, dtype=None)
+
+
+def test_a_vision_tower_of_timm_needs_timm(model_dir, monkeypatch):
+    model = _write_config(model_dir, model_type="gemma3n", vision_config={})
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else installed("json"))
+    with pytest.raises(EngineError, match="read with timm; run `pip install timm`"):
+        check_served(model, gpu=True, lora=False, dtype=None)
+
+
 @pytest.mark.parametrize("config", [{"model_type": "qwen3_5_text"}, {"model_type": "gemma3", "vision_config": {}}])
 def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeypatch, config):
     model = _write_config(model_dir, **config)
@@ -343,7 +369,7 @@ def test_an_engine_without_a_trainer_says_what_limits_its_texts_and_takes_a_larg
 
 def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(EngineError, match=r"turnwise\[engine-cpu\]"):
+    with pytest.raises(EngineError, match=r"pip install .*\[engine-cpu\]"):
         check_startable(EngineSettings(model=str(model_dir)))
 
 

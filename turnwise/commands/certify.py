@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -176,9 +174,8 @@ def _play_all(stack: Supervisor, client: Client, place: Path, train: Callable[..
         _wait(client, version, stack)
         _play(client, stage)
     _say("restarts the engine")
-    starts, pid = stack.num_starts("engine"), stack.pid("engine")
-    assert pid is not None, "the engine runs"
-    os.kill(pid, signal.SIGTERM)
+    starts = stack.num_starts("engine")
+    stack.restart("engine")
     _until(lambda: stack.num_starts("engine") > starts and stack.state("engine").value == "ready", stack, "a restart")
     client.wait_until_ready(WAIT_SECONDS)
     _wait(client, 2, stack)
@@ -289,7 +286,6 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
             views = [view for record in session_records(conn, SessionFilter()) for view in record.views()]
     checker = ForwardChecker(versions, tolerance=math.inf)
     views.sort(key=lambda view: view.turn.policy_version_first)
-    later = [view for view in views if view.turn.policy_version_first]
     stages: dict[str, Computed] = defaultdict(Computed)
     sampled: dict[str, set[int]] = defaultdict(set)
 
@@ -306,7 +302,8 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
         stages[_stage(view)].engine.extend(view.turn.logprobs.tolist())
         sampled[_stage(view)].add(view.turn.policy_version_first)
     compute("exact", views)
-    compute("base", later, version=0)
+    if any(view.turn.policy_version_first for view in views):
+        compute("base", views, version=0)
     if dtype != "float32":
         compute("rounded", views, number=getattr(torch, dtype))
     followed = [view.turn for view in views if view.turn.seq > 0]

@@ -55,6 +55,8 @@ CODE_TEMPLATES = ("DeepseekV32", "DeepseekV4", "KimiK3", "Inkling")
 """Beginnings of architectures whose chats vLLM renders by code of its own."""
 WITHOUT_TORCHVISION = ("idefics3",)
 """Types of models with images that vLLM serves without torchvision."""
+WITH_TIMM = ("gemma3n",)
+"""Types of models whose vision tower is one of the package timm."""
 TABLES = (
     "_TEXT_GENERATION_MODELS",
     "_MULTIMODAL_MODELS",
@@ -161,7 +163,8 @@ def cpu_dtype_of(model: str) -> str:
 
 def has_experts(model: str) -> bool:
     config = model_config(model)
-    if "moe" not in config.get("layers_block_type", ["moe"]):  # of Nemotron-H, which states experts that it lacks
+    # Nemotron-H and Doge state experts that they lack.
+    if "moe" not in config.get("layers_block_type", ["moe"]) or config.get("is_moe") is False:
         return False
     return any(isinstance(config.get(name), int) and config[name] > 1 for name in EXPERTS)
 
@@ -180,6 +183,12 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None, vllm_f
             f"the model {model!r} is of the type {kind!r}, which vLLM serves only with torchvision; install the "
             "release that belongs to this torch with pip, or run `make setup`"
         )
+    if kind in WITH_TIMM and importlib.util.find_spec("timm") is None:
+        raise EngineError(
+            f"the model {model!r} is of the type {kind!r}, whose images vLLM and transformers read with timm; run "
+            "`pip install timm`, or serve its text model alone"
+        )
+    _check_padding(model)
     is_packed = bool((config.get(QUANTISED) or {}).get("load_in_4bit"))
     if is_packed and importlib.util.find_spec("vllm_bnb_plugin") is None:
         raise EngineError(
@@ -190,6 +199,16 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None, vllm_f
         _check_architecture(model, lora=lora)
     if not gpu:
         _check_on_cpu(model, kind, lora=lora, dtype=dtype)
+
+
+def _check_padding(model: str) -> None:
+    text = model_config(model)
+    padding, size = text.get("pad_token_id"), text.get("vocab_size")
+    if isinstance(padding, int) and isinstance(size, int) and not -1 <= padding < size:
+        raise EngineError(
+            f"the config.json of {model!r} has pad_token_id {padding}, outside of its vocabulary of {size} tokens, and "
+            "no embedding can be made of it; write the id of a token there, or null"
+        )
 
 
 def _check_architecture(model: str, *, lora: bool) -> None:

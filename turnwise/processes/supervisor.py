@@ -96,6 +96,8 @@ class _ChildRun:
     num_quick_deaths: int = 0
     """In a row: quick ones, or further ones within `alike_seconds` by the same error."""
     error: str | None = None
+    is_asked_to_end: bool = False
+    """By `restart`, so that its end is no death."""
 
 
 class Supervisor:
@@ -187,6 +189,13 @@ class Supervisor:
     def pid(self, name: str) -> int | None:
         process = self._run(name).process
         return process.pid if process is not None and process.poll() is None else None
+
+    def restart(self, name: str) -> None:
+        """Let a child end, and start it again at once."""
+        run = self._run(name)
+        assert run.process is not None, "it was started"
+        run.is_asked_to_end = True
+        run.process.send_signal(signal.SIGTERM)
 
     def state(self, name: str) -> ChildState:
         return self._run(name).state
@@ -294,6 +303,10 @@ class Supervisor:
 
     def _handle_exit(self, run: _ChildRun, code: int) -> None:
         lived = time.monotonic() - run.started_at
+        if run.is_asked_to_end:
+            run.is_asked_to_end, run.state, run.start_again_at = False, ChildState.BACKING_OFF, time.monotonic()
+            self.say(run.child.name, "stopped; starting it again")
+            return
         if code == PERMANENT_STATUS:
             self._give_up(run, "cannot start")
             return
