@@ -51,7 +51,7 @@ class ForwardChecker:
     def __init__(self, versions: Mapping[int, PolicyVersion], *, tolerance: float) -> None:
         self._versions = versions
         self._tolerance = tolerance
-        self._models: cachetools.LRUCache[tuple[int, torch.dtype], Any] = cachetools.LRUCache(MODELS_KEPT)
+        self._models: cachetools.LRUCache[tuple[int, str], Any] = cachetools.LRUCache(MODELS_KEPT)
         self._vocabularies: cachetools.LRUCache[str, Vocabulary] = cachetools.LRUCache(MODELS_KEPT)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ForwardChecker:
             report.compare_logprobs(stored, float(now[index]), self._tolerance, where, "the files give")
         report.checked["turns with logprobs recomputed"] += 1
 
-    def logprobs(self, view: TurnView, version: int | None = None, dtype: torch.dtype = torch.float32) -> Reals | str:
+    def logprobs(self, view: TurnView, version: int | None = None, dtype: str = "float32") -> Reals | str:
         """Return the logprob of each sampled token [R], or why it cannot be computed; −inf where a mask is not known.
 
         `version` is another one than sampled it, `dtype` the number format.
@@ -88,7 +88,7 @@ class ForwardChecker:
         now: Reals = log_p_RV.gather(1, tokens[turn.prompt_length :, None])[:, 0].numpy().astype(np.float64)
         return now if found is None or found.is_known is None else np.where(found.is_known, now, -np.inf)
 
-    def of_text(self, tokens: Sequence[int], positions: Sequence[int], dtype: torch.dtype = torch.float32) -> Reals:
+    def of_text(self, tokens: Sequence[int], positions: Sequence[int], dtype: str = "float32") -> Reals:
         """Return the logprobs of the tokens at some positions of a text, under version 0."""
         with torch.inference_mode():
             log_p_TV = self._model(0, dtype)(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
@@ -110,16 +110,20 @@ class ForwardChecker:
         found = processors(turn.sampling, view.prompt_token_ids, turn.token_ids, support, vocabulary)
         return f"sampled with {found}, which cannot be applied again" if isinstance(found, str) else found
 
-    def _model(self, version: int, dtype: torch.dtype) -> Any:
+    def _model(self, version: int, dtype: str) -> Any:
         if (version, dtype) not in self._models:
             self._models[version, dtype] = load_version(self._versions[version], dtype)
         return self._models[version, dtype]
 
 
-def load_version(version: PolicyVersion, dtype: torch.dtype = torch.float32) -> Any:
+def load_version(version: PolicyVersion, dtype: str = "float32") -> Any:
     base = _base_of(version)
     config = read_config(base)
-    given = {"config": config, "dtype": dtype, "attn_implementation": "eager" if is_capped(config) else None}
+    given = {
+        "config": config,
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": "eager" if is_capped(config) else None,
+    }
     model = model_class(config).from_pretrained(base, **given).eval()
     if _is_adapter(version):
         from peft import PeftModel

@@ -272,8 +272,6 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
 
     One model after the other is loaded, and computes all that it is asked for.
     """
-    import torch
-
     from trainer.forward import ForwardChecker
     from turnwise.commands.place import opened
     from turnwise.features.records import session_records
@@ -289,9 +287,7 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
     stages: dict[str, Computed] = defaultdict(Computed)
     sampled: dict[str, set[int]] = defaultdict(set)
 
-    def compute(
-        whose: str, of: list[TurnView], version: int | None = None, number: torch.dtype = torch.float32
-    ) -> None:
+    def compute(whose: str, of: list[TurnView], version: int | None = None, number: str = "float32") -> None:
         for view in of:
             now = checker.logprobs(view, version, number)
             if isinstance(now, str):
@@ -305,7 +301,7 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
     if any(view.turn.policy_version_first for view in views):
         compute("base", views, version=0)
     if dtype != "float32":
-        compute("rounded", views, number=getattr(torch, dtype))
+        compute("rounded", views, number=dtype)
     followed = [view.turn for view in views if view.turn.seq > 0]
     extended = sum(turn.parent_turn_id is not None for turn in followed)
     found = {name: {"versions": sorted(sampled[name]), **stage.gaps()} for name, stage in stages.items()}
@@ -322,7 +318,6 @@ def _long_text(model: str, engine_url: str, dtype: str) -> Json:
     It asks the engine itself, whose first model is version 0.
     """
     import httpx2
-    import torch
 
     from trainer.forward import ForwardChecker
     from turnwise.tokenizer import load_tokenizer
@@ -342,5 +337,5 @@ def _long_text(model: str, engine_url: str, dtype: str) -> Json:
     checker = ForwardChecker({0: base_version(model)}, tolerance=math.inf)
     computed.exact = checker.of_text(tokens, positions).tolist()
     if dtype != "float32":
-        computed.rounded = checker.of_text(tokens, positions, getattr(torch, dtype)).tolist()
+        computed.rounded = checker.of_text(tokens, positions, dtype).tolist()
     return {"versions": [0], **computed.gaps(), "length": len(tokens)}
