@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -93,6 +94,8 @@ class Evaluator:
             "turns_mean": sum(one.num_turns for one in ended) / len(ended),
             "num_sessions": len(rewards),
         }
+        if len(rewards) > 1:  # half of the 95 % interval of the mean
+            gauges["reward_margin"] = 1.96 * statistics.stdev(rewards) / len(rewards) ** 0.5
         if is_partial:
             # Not comparable with the evaluations of other versions, by which the best ones are chosen.
             return gauges | {"is_partial": True}

@@ -1,6 +1,7 @@
 """Feedback of people: thumbs, ratings and comments, and better replies that SFT and DPO can train."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import sqlalchemy as sa
+from support.proxies import RunningProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Rule
 
@@ -20,7 +23,7 @@ from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.features import retention
 from turnwise.features.feedback import HINTS
-from turnwise.store import claims, experiences, groups
+from turnwise.store import claims, experiences, groups, schema
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import utc_now
@@ -31,6 +34,14 @@ ASKED = [{"role": "user", "content": "Where is Kim?"}]
 def call(base_url: str, messages: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
     body = {"model": "fake", "messages": messages or ASKED, "return_token_ids": True, **fields}
     return httpx2.post(f"{base_url}/chat/completions", json=body).raise_for_status().json()
+
+
+def status_of_group(proxy: RunningProxy) -> tuple[str, int]:
+    """Return the status of the only group that is no part of another one, and how many of its sessions are finished."""
+    with closing(Database(proxy.database_url)) as database, database.read() as conn:
+        found = sa.select(schema.groups.c.status, schema.groups.c.num_finished).where(schema.groups.c.group_id == "g")
+        status, num_finished = conn.execute(found).one()
+        return status, num_finished
 
 
 def feedback_groups(database: Database) -> list[list[Any]]:
@@ -63,6 +74,47 @@ def test_thumbs_and_ratings_become_rewards_by_the_table_and_the_last_one_counts(
             ("float", "plain", 0.5, None),
             ("comment", "feedback", "The order number was 17.", None),
         ]
+
+
+@pytest.mark.parametrize("way", ["delete", "null"])
+def test_a_thumb_that_is_taken_back_leaves_its_session_as_if_it_had_never_been(way, proxy):
+    """Its group waits again, and is complete once with the next thumb. Other names and kinds stay."""
+
+    def withdraw(kind: str, turn_id: str, name: str = "feedback") -> None:
+        if way == "delete":
+            client.withdraw_feedback(kind, turn_id=turn_id, name=name)
+            return
+        body = {"turn_id": turn_id, "kind": kind, "name": name, "value": None}
+        assert httpx2.post(f"{proxy.v1}/feedback", json=body).raise_for_status().json()["value"] is None
+
+    with Client(proxy.url) as client:
+        turn_ids = []
+        for name in ("a", "b"):
+            session = client.create_session(session_id=name, group_id="g", group_size=2)
+            turn_ids.append(call(session.base_url)["id"])
+            client.feedback("boolean", True, turn_id=turn_ids[-1])
+            client.end_session(name)
+        first, second = turn_ids
+        for _ in range(2):
+            client.feedback("boolean", False, turn_id=first)
+            client.feedback("float", 3.0, turn_id=first, name="stars")
+            assert status_of_group(proxy) == ("ready", 2)
+            withdraw("float", first, "stars")
+            assert (client.session("a")["reward"], status_of_group(proxy)) == (0.0, ("ready", 2))
+            withdraw("boolean", first)
+            assert (client.session("a")["reward"], status_of_group(proxy)) == (None, ("open", 1))
+            withdraw("boolean", first)  # once more is no error
+            assert client.feedback_of("a") == []
+            client.feedback("boolean", True, turn_id=first)
+            assert (client.session("a")["reward"], status_of_group(proxy)) == (1.0, ("ready", 2))
+        client.feedback("demonstration", "In Oslo.", turn_id=second)
+        assert client.feedback_of("b")[-1]["group_id"] is not None
+        withdraw("demonstration", second)
+        assert [each["kind"] for each in client.feedback_of("b")] == ["boolean"]
+        with closing(Database(proxy.database_url)) as database:
+            assert not feedback_groups(database)
+        with pytest.raises(InvalidRequest, match="is true or false"):  # a value that was forgotten withdraws nothing
+            client.feedback("boolean", turn_id=second)
 
 
 def test_feedback_is_checked_and_written_once_under_retries(proxy):

@@ -69,6 +69,7 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
         "reward_mean": pytest.approx(2 / 3),
         "turns_mean": 2.0,
         "num_sessions": 3,
+        "reward_margin": pytest.approx(0.6533, abs=1e-4),  # 1.96 x sqrt(1/3) / sqrt(3)
     }
     [listed] = [policy for policy in ask(proxy.url, "/v1/policies")["data"] if policy["version"] == version]
     assert listed["metrics"]["eval"] == found

@@ -304,6 +304,30 @@ def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old_and_an_answer_
     window.console.clear()
 
 
+@pytest.mark.parametrize("width", [1400, 1024, 390])
+def test_a_long_reason_of_an_engine_has_the_width_of_its_card_and_stretches_no_other(window, width):
+    page, reason = window.page, "the engine does not answer: [Errno 111] " + "connection refused " * 30
+    page.set_viewport_size({"width": width, "height": 900})
+    engines = [{"url": "http://10.0.0.7:8000", "ready": False, "model": None, "error": reason}]
+    served = {"status": "ready", "store": "ok", "exact_continuation": True, "policy_version": 0, "reload_error": None}
+    page.route("**/readyz", answering({"json": {**served, "engines": engines}}))
+    page = window.open()
+    card = page.locator(".card", has=page.locator("h2:text('Serving')"))
+    said = card.locator("summary")
+    heights = {"card": card.bounding_box()["height"], "said": said.bounding_box()["height"]}
+    assert said.bounding_box()["width"] > 0.8 * card.bounding_box()["width"]
+    assert (heights["said"] < 40, heights["card"] < 400) == (True, True), heights
+    said.click()
+    assert reason.strip() in card.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for charts in page.locator(".charts").all():  # none stands alone in a row of several columns
+        rows: dict[float, list[dict[str, float]]] = {}
+        for box in (each.bounding_box() for each in charts.locator("> .card").all()):
+            rows.setdefault(box["y"], []).append(box)
+        widths = [sum(box["width"] for box in row) for row in rows.values()]
+        assert min(widths) > 0.6 * max(widths), widths
+
+
 def test_live_turns_appear_without_a_reload(window, world):
     page = window.open("#sessions")
     call(world, "live-session")

@@ -117,6 +117,9 @@ class AsyncClient(Connection):
     ) -> Json:
         return await self._json(wire.post_feedback(kind, value, turn_id, fields))
 
+    async def withdraw_feedback(self, kind: FeedbackKind, **target: str | None) -> Json:
+        return await self._json(wire.delete_feedback(kind, target))
+
     async def feedback_of(self, session_id: str) -> list[Json]:
         rows: list[Json] = (await self._json(wire.get("/v1/feedback", session_id=session_id)))["data"]
         return rows

@@ -160,6 +160,10 @@ class Client(Connection):
         """
         return self._json(wire.post_feedback(kind, value, turn_id, fields))
 
+    def withdraw_feedback(self, kind: FeedbackKind, **target: str | None) -> Json:
+        """Withdraw feedback, with its reward. The target is `turn_id` or `session_id`, and its `name`."""
+        return self._json(wire.delete_feedback(kind, target))
+
     def feedback_of(self, session_id: str) -> list[Json]:
         """Return the feedback of a session and its turns that is in force, oldest first."""
         rows: list[Json] = self._json(wire.get("/v1/feedback", session_id=session_id))["data"]

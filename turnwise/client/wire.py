@@ -267,6 +267,10 @@ def post_feedback(
     return write("/v1/feedback", given({"turn_id": turn_id, "kind": kind, "value": value, **fields}))
 
 
+def delete_feedback(kind: FeedbackKind, target: Mapping[str, str | None]) -> ApiCall:
+    return ApiCall("DELETE", "/v1/feedback", params=given({"kind": kind, **target}))
+
+
 def next_page(call: ApiCall, page: Json, id_field: str) -> ApiCall | None:
     """Return the call for the next page; None after the last page."""
     rows = page["data"]

@@ -24,7 +24,7 @@ from turnwise.chains import Experience
 from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
 from turnwise.features import forks, retention
 from turnwise.parts import Part, prompt_parts
-from turnwise.store import rows
+from turnwise.store import rewards, rows
 from turnwise.store.extensions import Extension
 from turnwise.store.rewards import add_rewards, claim_key
 from turnwise.store.rows import StoredRow
@@ -196,11 +196,35 @@ def add(
         add_rewards(conn, [line], retrain=retrain)
     if group and not is_same:
         if earlier is not None:
-            of_earlier = SessionFilter(tenant=given.tenant, group_id=earlier.group_id)
-            while retention.delete_sessions(conn, of_earlier).has_more:
-                pass
+            _delete_group(conn, earlier)
         _store(conn, given, group)
     return given
+
+
+def withdraw(conn: sa.Connection, given: Feedback, *, retrain: bool = False) -> Feedback:
+    """Remove the feedback of a target, kind and name, with its reward and the sessions it has made; none is no error.
+
+    What a policy has learned from it stays learned; with `retrain` its group is trained again.
+    """
+    (session,) = lock_sessions(conn, {(given.tenant, given.session_id)})
+    earlier = _earlier(conn, given, session.session_pk)
+    if earlier is None:
+        return given
+    conn.execute(sa.delete(feedback).where(_is_same(given, session.session_pk)))
+    if earlier.group_id is not None:
+        _delete_group(conn, earlier)
+    is_rating, c = given.kind in RATINGS, feedback.c
+    corrections = c.session_pk == session.session_pk, c.turn_id == given.turn_id, c.kind.not_in(list(RATINGS))
+    if is_rating or not conn.execute(sa.select(c.name).where(*corrections)).all():  # all of a turn have one reward
+        name = given.name if is_rating else CORRECTION
+        rewards.take_back(conn, session, given.turn_id or None, name, retrain=retrain)
+    return given
+
+
+def _delete_group(conn: sa.Connection, demonstration: Feedback) -> None:
+    of_group = SessionFilter(tenant=demonstration.tenant, group_id=demonstration.group_id)
+    while retention.delete_sessions(conn, of_group).has_more:
+        pass
 
 
 _WITH_SESSION = sa.select(feedback, sessions.c.session_id, sessions.c.tenant).join_from(feedback, sessions)

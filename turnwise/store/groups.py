@@ -270,6 +270,25 @@ def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -
     add_parts(conn, num_new)
 
 
+def take_back(conn: sa.Connection, group_pk: int) -> None:
+    """Count one finished session of a group less: it has no reward any more. A claimed or trained group stays that."""
+    left = groups.c.num_finished - 1
+    waits = sa.and_(groups.c.status == GroupStatus.READY.value, left < groups.c.group_size)
+    conn.execute(
+        sa.update(groups)
+        .where(groups.c.group_pk == group_pk, groups.c.num_finished > 0)
+        .values(
+            num_finished=left,
+            status=sa.case((waits, GroupStatus.OPEN.value), else_=groups.c.status),
+            ready_at=sa.case((waits, None), else_=groups.c.ready_at),
+        )
+    )
+    is_open = sa.select(groups.c.group_pk).where(
+        groups.c.group_pk == group_pk, groups.c.status == GroupStatus.OPEN.value
+    )
+    conn.execute(sa.delete(groups).where(groups.c.part_of.in_(is_open), groups.c.status == GroupStatus.READY.value))
+
+
 def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
     """Add the parts of groups that are no longer open: one for each other policy with trainable turns in them.
 

@@ -68,6 +68,26 @@ def add_rewards(
     return reached
 
 
+def take_back(
+    conn: sa.Connection, session: LockedSession, turn_id: str | None, name: str, *, retrain: bool = False
+) -> None:
+    """Remove the lines of a name on a session or one of its turns, so that this target is as before the first of them.
+
+    With `retrain` a trained group becomes ready again.
+    """
+    is_theirs = (rewards.c.session_pk == session.session_pk, rewards.c.name == name, rewards.c.step.is_(None))
+    gone = conn.execute(sa.delete(rewards).where(*is_theirs, rewards.c.turn_id.is_not_distinct_from(turn_id))).rowcount
+    left = session.num_rewards - gone
+    values = {"num_rewards": left, "last_active_at": to_micros(utc_now())}
+    conn.execute(sa.update(sessions).where(sessions.c.session_pk == session.session_pk).values(**values))
+    if session.group_pk is None or not gone:
+        return
+    if not left and session.status != SessionStatus.OPEN:
+        groups.take_back(conn, session.group_pk)
+    if retrain:
+        groups.reopen(conn, {session.group_pk})
+
+
 def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:
     for line in lines:
         if not abs(line.value) <= MAX_REWARD:

@@ -116,11 +116,19 @@ class Chat:
         self._turns: dict[str, list[str]] = collections.defaultdict(list)
         self.posted: dict[tuple[str | None, str], object] = {}
         """What is in force, by turn and kind."""
+        self.said: set[tuple[str | None, str]] = set()
+        """What Open WebUI has of it now."""
+        self.is_whole = True
+        """Whether the turn is known of all that was said about its messages."""
+        self.own: set[tuple[str | None, str]] = set()
+        """What this command has posted."""
         for session_id in _sessions_of(client, chat_id):
             for turn in client.turns(session_id):
                 self._turns[text_of((turn["response"] or {}).get("content"))].append(turn["turn_id"])
             for each in client.feedback_of(session_id):
                 self.posted[each["turn_id"], each["kind"]] = each["value"]
+                if each["source"] == SOURCE and each["kind"] in ("boolean", "comment"):
+                    self.own.add((each["turn_id"], each["kind"]))
 
     def turn_of(self, message_id: str) -> str | None:
         """Return the turn that sampled a message; None if none of the chat did."""
@@ -162,17 +170,24 @@ def pass_on(client: Client, web_ui: WebUI) -> Json:
     messages_of = {each["id"]: ((each.get("chat") or {}).get("history") or {}).get("messages") or {} for each in chats}
     feedback = web_ui.feedback()
     note_originals(feedback, messages_of)
-    known: dict[str, Chat] = {}
-    counts = {"boolean": 0, "comment": 0, "demonstration": 0, "without_turn": 0}
+    known = {chat_id: Chat(client, chat_id, messages) for chat_id, messages in messages_of.items()}
+    counts = {"boolean": 0, "comment": 0, "demonstration": 0, "withdrawn": 0, "without_turn": 0}
     for said in said_in(feedback, messages_of):
         if said.chat_id not in known:
-            known[said.chat_id] = Chat(client, said.chat_id, messages_of.get(said.chat_id, {}))
-        turn_id = known[said.chat_id].turn_of(said.message_id)
+            known[said.chat_id] = Chat(client, said.chat_id, {})
+        chat = known[said.chat_id]
+        turn_id = chat.turn_of(said.message_id)
+        chat.said.add((turn_id, said.kind))
         if turn_id is None:
+            chat.is_whole &= said.message_id not in messages_of.get(said.chat_id, {})
             counts["without_turn"] += 1
-        elif known[said.chat_id].posted.get((turn_id, said.kind)) != said.value:
+        elif chat.posted.get((turn_id, said.kind)) != said.value:
             client.feedback(said.kind, said.value, turn_id=turn_id, source=SOURCE)
             counts[said.kind] += 1
+    for chat in known.values():
+        for turn_id, kind in chat.own - chat.said if chat.is_whole else ():
+            client.withdraw_feedback(kind, turn_id=turn_id)
+            counts["withdrawn"] += 1
     return counts
 
 

@@ -47,6 +47,7 @@ from turnwise.types import MAX_REWARD, Json, Session, Turn, image_digests
 
 if TYPE_CHECKING:
     from proxy.routes.models import Answer
+    from proxy.services import Services
 
 MAX_COMMENT = 10_000
 MAX_REPLY = 200_000
@@ -90,7 +91,7 @@ class NewFeedback(Body):
         BeforeValidator(_told_apart),
     ] = None
     """True or false, a number, or the text of a comment or an edited reply. Left out, a demonstration is the turn's own
-    reply, chosen over those in `over`."""
+    reply, chosen over those in `over`. `null` withdraws the feedback of this target, kind and name."""
     name: Id = "feedback"
     """For thumbs and ratings the name of the reward. Feedback of the same target, kind and name replaces the earlier
     one, so feedback of several people needs several names."""
@@ -99,6 +100,10 @@ class NewFeedback(Body):
     over: Annotated[list[Id], Field(max_length=MAX_OVER)] = Field(default=[])
     """Turns with other replies to the same prompt, which the demonstration was preferred to."""
     source: Text | None = None
+
+    @property
+    def is_withdrawal(self) -> bool:
+        return self.value is None and "value" in self.model_fields_set and not self.over
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> NewFeedback:
@@ -113,11 +118,17 @@ class NewFeedback(Body):
             FeedbackKind.COMMENT: isinstance(value, str) and len(value) <= MAX_COMMENT,
             FeedbackKind.DEMONSTRATION: isinstance(value, str) or (value is None and bool(self.over)),
         }
+        if self.is_withdrawal:
+            return self
         if not is_right[kind]:
             raise ValueError(
                 f"`value` of kind `{kind}` is {WANTED[kind]}, not {value if value is None else type(value).__name__!r}"
             )
-        if self.scale is not None and not self.scale[0] <= float(value or 0.0) <= self.scale[1] != self.scale[0]:
+        if (
+            self.scale is not None
+            and not self.is_withdrawal
+            and not self.scale[0] <= float(value or 0.0) <= self.scale[1] != self.scale[0]
+        ):
             raise ValueError(f"`value` {value!r} does not lie on the scale {list(self.scale)}")
         return self
 
@@ -144,6 +155,8 @@ async def post_feedback(
     sessions with rewards 1 and 0 that SFT, DPO and CHORD train. A comment or an edited reply is a correction, which the
     algorithm of this name trains. The request can be repeated.
     """
+    if wanted.is_withdrawal:
+        return await _withdraw(services, principal, wanted)
     template = services.sessions.template
     clean = services.stored_document(wanted.value)
     given, group = await services.database.fetch(_feedback, template, principal, wanted, clean)
@@ -164,6 +177,49 @@ async def post_feedback(
     return answer(_feedback_json(stored))
 
 
+@router.delete("/feedback", responses=describe_answer("FeedbackAnswer"))
+async def delete_feedback(
+    kind: FeedbackKind,
+    services: Here,
+    principal: Caller,
+    turn_id: Id | None = None,
+    session_id: Id | None = None,
+    name: Id = "feedback",
+) -> Response:
+    """Withdraw what a person said, with its reward and the sessions that it has made; none is no error.
+
+    It is that of a turn, or with `session_id` alone of a whole session. What was trained stays trained; with
+    `retrain_revised` its group is trained again without it.
+    """
+    if turn_id is None and session_id is None:
+        raise InvalidRequest("give `turn_id`, or for a whole session `session_id`", param="turn_id")
+    wanted = NewFeedback(turn_id=turn_id, session_id=session_id, kind=kind, name=name, value=None)
+    return await _withdraw(services, principal, wanted)
+
+
+async def _withdraw(services: Services, principal: Principal, wanted: NewFeedback) -> Response:
+    session_id = await services.database.fetch(_session_of, principal, wanted)
+    target = Feedback(
+        session_id=session_id,
+        tenant=principal.tenant,
+        turn_id=wanted.turn_id or "",
+        kind=wanted.kind,
+        name=wanted.name,
+        content={"value": None},
+    )
+    retrain = services.settings.retrain_revised
+    return answer(_feedback_json(await services.writer.do(feedback.withdraw, target, retrain=retrain)))
+
+
+def _session_of(connection: Connection, principal: Principal, wanted: NewFeedback) -> str:
+    session_id = wanted.session_id
+    if wanted.turn_id is not None:
+        session_id = selection.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
+    assert session_id is not None
+    principal.require_session(session_id)
+    return session_id
+
+
 @router.get("/feedback", responses=describe_answer("FeedbackPage"))
 async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Response:
     """List the feedback of a session and its turns that is in force, oldest first; there is only one page."""
@@ -182,11 +238,7 @@ def _feedback(
 
     Of a text that is not what it is `clean`, without what may not be stored, nothing is trained.
     """
-    session_id = wanted.session_id
-    if wanted.turn_id is not None:
-        session_id = selection.session_of_turn(connection, principal.tenant, wanted.turn_id, session_id)
-    assert session_id is not None
-    principal.require_session(session_id)
+    session_id = _session_of(connection, principal, wanted)
     original = sessions.read_session(connection, principal.tenant, session_id)
     if isinstance(clean, str) and not original.record:
         raise Conflict(
@@ -353,4 +405,8 @@ def _answers() -> Iterable[type[Answer]]:
     return one, page_model("FeedbackPage", one, "The feedback of a session.")
 
 
-ROUTES = Routes(router=router, actions={"POST /v1/feedback": "reward", "GET /v1/feedback": "read"}, answers=_answers)
+ROUTES = Routes(
+    router=router,
+    actions={"POST /v1/feedback": "reward", "DELETE /v1/feedback": "reward", "GET /v1/feedback": "read"},
+    answers=_answers,
+)

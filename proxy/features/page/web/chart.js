@@ -1,4 +1,5 @@
 // Line charts by uPlot, which is loaded before the modules: series are [name, [[x, y], …]]; a missing y leaves a gap.
+// A series with a third item, its intervals [[x, low, high], …], is points of measurements, which no line joins.
 import {make, number, time} from "./page.js";
 
 const COLOURS = 6, HEIGHT = 190, MINUTE = 60, DAY = 86_400;
@@ -22,7 +23,7 @@ export function chart(title, series, {x = "version", isTime = false, integer = !
   let plot = null;
   const draw = () => {
     plot?.destroy();
-    plot = new uPlot(options(box.clientWidth, shown.map(([name]) => name), {x, isTime, integer, isSparse: xs.length <= DOTTED}), [xs, ...columns], box);
+    plot = new uPlot(options(box.clientWidth, shown, {x, isTime, integer, isSparse: xs.length <= DOTTED}), [xs, ...columns], box);
     showLast(plot);
     const canvas = box.querySelector(".u-wrap");
     canvas.setAttribute("role", "img");
@@ -56,18 +57,39 @@ function showLast(plot) {
   if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({idxs: plot.data.map((column) => column.findLastIndex((value) => value !== null))}, false);
 }
 
-function options(width, names, {x, isTime, integer, isSparse}) {
+// Draw the intervals of measurements as vertical lines.
+const drawIntervals = (shown) => (plot) => {
+  const {ctx} = plot, ratio = devicePixelRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
+  ctx.clip();
+  ctx.lineWidth = 1.5 * ratio;
+  for (const [at, [, , intervals]] of shown.entries()) {
+    ctx.strokeStyle = style(`--series${at}`);
+    for (const [x, low, high] of intervals ?? []) {
+      const across = plot.valToPos(x, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(across, plot.valToPos(low, "y", true));
+      ctx.lineTo(across, plot.valToPos(high, "y", true));
+      ctx.stroke();
+    }
+  }
+  ctx.restore();
+};
+
+function options(width, shown, {x, isTime, integer, isSparse}) {
   const quiet = style("--quiet"), line = style("--grid");
   const axis = {stroke: quiet, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1, size: 4}, font: "11px system-ui, sans-serif"};
   const values = (_, ticks) => ticks.map(short);
   return {
-    width, height: HEIGHT, scales: {x: {time: isTime, range: xRange(isTime ? MINUTE : 1)}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast], draw: [showSpan]},
+    width, height: HEIGHT, scales: {x: {time: isTime, range: xRange(isTime ? MINUTE : 1)}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast], draw: [showSpan, drawIntervals(shown)]},
     padding: [8, 12, 0, 0],
     axes: [{...axis, size: 28, space: isTime ? 70 : 50, ...(isTime ? {incrs: STEPS} : {}), values: isTime ? clock : (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))},
       {...axis, size: 48, values}],
     series: [{label: isTime ? "time" : x, value: (_, value) => value === null ? "–" : isTime ? time(1000 * value) : number(value)},
-      ...names.map((label, at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true,
-        points: {size: 5, show: isSparse}, value: (_, value) => short(value)}))],
+      ...shown.map(([label, , intervals], at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true, ...(intervals ? {paths: () => null} : {}),
+        points: {size: intervals ? 7 : 5, show: isSparse || Boolean(intervals)}, value: (_, value) => short(value)}))],
   };
 }
 

@@ -228,13 +228,16 @@ export const chips = (labels) => labels.length ? make("span", {}, ...labels.map(
 // `own` is the served version of a named policy; that of the default one is the proxy's.
 export function serving(ready, pinned, gain = "", own = null) {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
-    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : engine.error ? `: ${engine.error}` : "", engine.ready ? shortName(engine.model) : "")]);
+    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : "", engine.ready ? shortName(engine.model) : "")]);
+  // A reason has the card's whole width: one line of it, which opens to the rest.
+  const reasons = (ready.engines ?? []).flatMap((engine, at) => engine.ready || !engine.error ? [] : [make("details", {className: "fold"},
+    make("summary", {}, make("span", {className: "quiet"}, `engine ${at + 1}: `), engine.error), whole(engine.error))]);
   const served = (own === null ? ready.policy_version : own.version) ?? null;
   const version = served !== null ? `version ${served}` : own === null ? "no version" : "no version of its own";
   const kept = pinned === null || pinned === undefined ? "" :
     make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until you follow the newest in `, link("runs", "Runs"), ".");
   return card("Serving", make("b", {}, version), kept, gain, facts([["store", status(ready.store)],
-    ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]),
+    ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]), ...reasons,
     ready.reload_error ? make("p", {className: "bad"}, `Last reload: ${ready.reload_error}`) : null);
 }
 

@@ -25,6 +25,11 @@ const CHARTS = [
 ];
 
 const finite = (value) => Number.isFinite(value) ? value : NaN;
+// The 95 % intervals of the evaluations of versions.
+const intervals = (updates, byVersion, position) => updates.flatMap((each) => {
+  const found = byVersion.get(each.policy_version)?.metrics?.eval;
+  return Number.isFinite(found?.reward_margin) ? [[position(each), found.reward_mean - found.reward_margin, found.reward_mean + found.reward_margin]] : [];
+});
 const heldOut = (version) => version?.metrics?.eval?.reward_mean ?? version?.metrics?.reward_held_out;
 
 export const policyOf = (version) => version.policy ?? "default";
@@ -62,7 +67,7 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
   const held = points.filter((each, at) => points.findIndex((other) => other.policy_version === each.policy_version) === at);
   const add = (title, series, none = "No update has this value: the algorithm does not compute it.") => card(title, chart(title, series, {x, isTime, none}));
   const shown = [add("Reward", [["train", line((each) => each.reward?.mean ?? each.metrics?.reward_mean)],
-    ["held out", held.map((each) => [position(each), finite(heldOut(byVersion.get(each.policy_version)) ?? NaN)])]])];
+    ["held out", held.map((each) => [position(each), finite(heldOut(byVersion.get(each.policy_version)) ?? NaN)]), intervals(held, byVersion, position)]])];
   for (const [title, isBrief, series, none] of CHARTS) {
     if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}, each))]), none));
   }
@@ -83,15 +88,15 @@ export async function lastMinute(policy, said) {
 }
 
 export async function rewardChart(policy) {
-  const rewarded = await rewardedOf(policy);
-  const means = (split) => {
-    const found = rewarded.filter((each) => each.split === split).map((each) => ({at: endOf(each) / 1000, reward: each.reward}));
+  const rewarded = (await rewardedOf(policy)).filter((each) => each.split === "train");
+  const means = () => { // sessions that are held out are evaluations, with intervals, of a version
+    const found = rewarded.map((each) => ({at: endOf(each) / 1000, reward: each.reward}));
     const times = found.map((each) => each.at), first = Math.min(...times), width = (Math.max(...times) - first) / MOST_POINTS || 1;
     const parts = Map.groupBy(found, (each) => Math.min(MOST_POINTS - 1, Math.floor((each.at - first) / width)));
     return [...parts.values()].map((part) => [Math.round(Math.max(...part.map((each) => each.at))), meanReward(part)]).sort(([one], [other]) => one - other);
   };
   if (!rewarded.length) return card("Reward of sessions", empty("No session has a reward. Give one:", `curl ${location.origin}/v1/rewards -H 'content-type: application/json' -d '{"session_id": "…", "value": 1}'`));
-  return card(`Reward of ${plural(rewarded.length, "session")}`, chart("Reward of sessions", [["sessions", means("train")], ["held out", means("eval")]], {x: "session time", isTime: true}));
+  return card(`Reward of ${plural(rewarded.length, "session")}`, chart("Reward of sessions", [["sessions", means()]], {x: "session time", isTime: true}));
 }
 
 function detailCharts(points, line, add, byVersion) {
