@@ -16,6 +16,7 @@ from training import operations_of, peak_operations
 from trainer.batch.batch import build
 from trainer.batch.chain import Chain
 from trainer.features import Settings
+from trainer.features.memory import SavingAgent
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
@@ -72,9 +73,9 @@ def gradient_differences() -> dict[str, float]:
 def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
     """Return the figures of a model with random weights."""
     with made(size_name, num_sessions=num_sessions) as (model, chains):
-        policy = Policy(Settings(model=model))
-        policy.load(0)
-    agent = PolicyAgent(policy, Settings(max_logprob_gap=float("inf")))
+        agent = SavingAgent(Policy(Settings(model=model)), Settings(max_logprob_gap=float("inf")))
+        agent.load(0)
+    policy = agent.policy
     optimizer = make_optimizer(policy.parameters(), Settings())
     batch = build(chains, advantages(chains), policy_version=0)
     members = range(len(batch.experiences))

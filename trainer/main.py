@@ -20,9 +20,8 @@ import torch
 import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
 from trainer.features import FEATURES
-from trainer.model.agent import NO_SHARDED_CRITIC
+from trainer.features.devices import Processes, check_divisible, leave_world
 from trainer.model.optimizer import check_optimizer
-from trainer.parallel import World, leave_world
 from trainer.policies import Policies, PolicyNames
 from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
@@ -74,18 +73,7 @@ def check_startable(settings: TrainerSettings) -> None:
         raise SettingsError("kind='lora' needs the package 'peft', which is not installed: run `pip install peft`")
     if settings.kind is PolicyKind.LORA and "embed_tokens" in settings.lora_targets:
         raise SettingsError("lora_targets has 'embed_tokens', and vLLM loads no adapter of the embeddings: remove it")
-    if settings.multi_devices and (settings.optimizer_state != "device" or settings.weights_dtype != "float32"):
-        raise SettingsError(
-            f"multi_devices=true shards float32 weights and moments over the processes, so it excludes "
-            f"optimizer_state={settings.optimizer_state!r} with weights_dtype={settings.weights_dtype!r}: set them to "
-            "'device' and 'float32'"
-        )
-    if settings.replicas > 1 and not settings.multi_devices:
-        raise SettingsError(
-            f"replicas={settings.replicas} needs several processes: set multi_devices=true and start with torchrun"
-        )
-    if settings.multi_devices and settings.algorithm.needs_values:
-        raise SettingsError(NO_SHARDED_CRITIC.format(str(settings.algorithm)))
+    check_divisible(settings)
     try_algorithm(settings.algorithm)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     for package in settings.recorders:
@@ -94,7 +82,7 @@ def check_startable(settings: TrainerSettings) -> None:
 
 def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
     recorders: list[Recorder] = []
-    if not World().is_first:
+    if not Processes().is_first:
         return recorders
     if settings.progress:
         recorders.append(ProgressLine())

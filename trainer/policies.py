@@ -139,8 +139,8 @@ class Policies:
             settings, policy, self._shared, has_buffer=settings.workflow == "off_policy", features=self._features
         )
         training = Training(*parts, settings=settings, features=self._features)
-        if settings.multi_devices and policy is None:
-            training.divide()
+        if policy is None:
+            training.learner.shard(self._features.place(settings))
         if settings.compile:
             training.compile()
         self.trainings.append(training)
@@ -159,7 +159,7 @@ class Policies:
     def _check_shares_model(self) -> None:
         if self._settings.kind is not PolicyKind.LORA:
             raise SettingsError("named policies are adapters, and this trainer has kind='full': set kind='lora'")
-        if self._settings.multi_devices:
+        if not self._shared.model.place.is_whole:
             raise SettingsError("named policies are trained by one process: set multi_devices=false")
 
     def _look_for_policies(self) -> None:

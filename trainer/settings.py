@@ -116,13 +116,6 @@ class TrainerSettings(SelectionRule):
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
     process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
-    gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. By default where the weights,
-    the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU; and, also
-    if this is false, once a row does not fit."""
-    replicas: int = Field(default=1, ge=1)
-    """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
-    need more memory and exchange shards within a machine only."""
     router_replay: bool = True
     """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
     engine with `--enable-return-routed-experts`, for calls that do not stream."""
@@ -135,8 +128,6 @@ class TrainerSettings(SelectionRule):
     into embeddings, or the vision tower too."""
     compile: bool = False
     """Compile the forward pass. It slows the start and pays in long runs."""
-    multi_devices: bool = False
-    """Shard over all processes that `torchrun` started."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of torch on a CPU; None is torch's own choice. Leave cores to an engine on the same machine: threads that
     wait for a busy core slow each other down. Another number changes the last bits of the weights."""

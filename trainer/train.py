@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,24 +23,24 @@ from torch import Tensor
 from trainer.batch.advantages import moved_on
 from trainer.batch.batch import trained_turns
 from trainer.batch.ratios import finite
-from trainer.batch.selection import TOO_LONG, Selection
-from trainer.checks.gap import GapCheck, Verdicts
+from trainer.batch.selection import Selection
+from trainer.checks.gap import GapCheck
 from trainer.claims.claims import Claims
 from trainer.claims.holds import Hold, PublishingGate, Rewind
 from trainer.claims.ledger import ClaimedBatch, StopFlag, UpdateIds
 from trainer.evaluate import Evaluator
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
-from trainer.model.memory import OUT_OF_MEMORY, MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
+from trainer.model.heads import Head, Reference
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
+from trainer.model.placement import Whole
 from trainer.model.terms import Term
-from trainer.parallel import join_world
-from trainer.publish.checkpoint import Checkpoints, check_shared
+from trainer.publish.checkpoint import Checkpoints
 from trainer.publish.weight_server import WeightServer
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
-from trainer.update import Updates, check_fitting, left_out_gauges
+from trainer.update import Updates, left_out_gauges
 from trainer.versions.starts import OptimizerLike, States
 from trainer.versions.state import Commits, NewVersion, State, probe_of
 from turnwise.errors import BatchRefused
@@ -62,6 +62,9 @@ class Features:
     terms: tuple[type[Term], ...] = ()
     holds: tuple[type[Hold], ...] = ()
     gates: tuple[type[PublishingGate], ...] = ()
+    agent: type[PolicyAgent] = PolicyAgent
+    place: Callable[[TrainerSettings], Whole] = lambda _: Whole()
+    """Returns where the weights of a model are held."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +104,13 @@ def make_parts(
         terms=shared.model.terms,
         holds=features.holds,
     )
-    needs_reference = settings.algorithm.needs_reference and settings.kind is PolicyKind.FULL
-    reference = Policy(settings, features.terms) if needs_reference else None
-    critic = Critic(shared.model) if settings.algorithm.needs_values else None
-    learner = PolicyAgent(shared.model, settings, reference, critic)
+    heads: list[Head] = []
+    if settings.algorithm.needs_reference:
+        own = Policy(settings, features.terms) if settings.kind is PolicyKind.FULL else None
+        heads.append(Reference(shared.model, own))
+    if settings.algorithm.needs_values:
+        heads.append(Critic(shared.model))
+    learner = features.agent(shared.model, settings, heads)
     buffers = [ReplayBuffer(claims, settings)] if has_buffer else []
     return claims, learner, functools.partial(make_optimizer, settings=settings), Evaluator(claims, settings), *buffers
 
@@ -135,11 +141,9 @@ class Training:
         self.checkpoints = Checkpoints(settings.policies_dir, keep=settings.keep_versions)
         self.states = States(learner, self.checkpoints, optimizer, settings)
         gap_check = GapCheck(learner, self.checkpoints, settings)
-        self.updates = Updates(self.claims, learner, gap_check, settings, is_sample=is_sample)
+        self.updates = Updates(self.claims, learner, gap_check, is_sample=is_sample)
         self.gates = [gate(claims, learner) for gate in features.gates if gate.is_on(settings)]
         self.commits = Commits(self.claims, learner, self.checkpoints, settings, keeps_refused=is_sample)
-        self._fitting = Verdicts()
-        self._too_large: tuple[str, ...] = (OUT_OF_MEMORY,)
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
         self.patience: float | None = None
@@ -147,10 +151,6 @@ class Training:
 
     def compile(self) -> None:
         self.learner.policy.compiled = True
-
-    def divide(self, axis: str = "data") -> None:
-        self.learner.world = join_world()
-        self.learner.shard(axis)
 
     def setup(self, seed: int) -> State:
         """Return the state of the last committed batch, or that of a new run on an empty ledger.
@@ -163,8 +163,7 @@ class Training:
         world = self.learner.world
         if world.is_first:
             self.checkpoints.open()
-        check_shared(self.checkpoints, world)
-        self._apply_memory_limits(world.from_first(lambda: read_limits(self.settings.policies_dir)))
+        world.check_shared(self.checkpoints.directory)
         last = world.from_first(self.claims.last_update)
         self.states.first = world.from_first(self.claims.first_version)
         state = self.states.of_version(last.policy_version if last else None, seed, reports_changes=True)
@@ -174,7 +173,7 @@ class Training:
             self._serve_weights()
         probe = read_manifest(self.states.policy_directory(state.progress.policy_version)).get("probe")
         self.commits.start(state.progress.policy_version, probe)
-        self.learner.find_row_tokens(0 if last else self.states.moments_bytes())
+        self.learner.find_room(is_new=last is None)
         if last is None:
             return state
         log.info("resuming after update %d at policy version %d", last.update_id, last.policy_version)
@@ -257,13 +256,6 @@ class Training:
         self.recorder.close()
         self.checkpoints.close()
 
-    def _apply_memory_limits(self, limits: MemoryLimits) -> None:
-        self.learner.save_memory(limits)
-        longest, wanted = limits.chain_tokens, self.settings.max_chain_tokens
-        if longest is not None and (wanted is None or longest < wanted):
-            self.settings = self.updates.settings = self.settings.model_copy(update={"max_chain_tokens": longest})
-            self._too_large = (OUT_OF_MEMORY, TOO_LONG)
-
     def _serve_weights(self) -> None:
         if self.weights is not None:
             return
@@ -302,13 +294,7 @@ class Training:
             self.recorder.write(metrics, step)
 
     def _train(self, state: State, claimed: ClaimedBatch, selection: Selection) -> tuple[Json, State]:
-        try:
-            return self._trained(state, claimed, selection, time.monotonic())
-        except OutOfMemory as error:  # of one of several processes: they all end, and are started again
-            note_out_of_memory(self.settings.policies_dir, error, is_pairs=self.learner.algorithm.trains_pairs)
-            raise
-
-    def _trained(self, state: State, claimed: ClaimedBatch, selection: Selection, started: float) -> tuple[Json, State]:
+        started = time.monotonic()
         batch, metrics = self.updates.batch_of(claimed, selection, state)
         state = dataclasses.replace(state, singles=moved_on(state.singles, selection.single_rows))
         if batch is None:
@@ -325,11 +311,10 @@ class Training:
         metrics = metrics | gauges | credit_gauges
         if not num_steps:
             return self._finish_untrained(state, claimed, metrics, selection)
-        num_trained = metrics["num_groups"] - len(selection.refused)
-        check_fitting(self._fitting, num_trained, selection.refused.values(), self._too_large)
+        self.learner.finish(metrics["num_groups"] - len(selection.refused), selection.refused.values())
         trained_at = time.monotonic()
         turn_ids = trained_turns(batch)
-        metrics |= left_out_gauges(claimed, selection, turn_ids, self.settings)
+        metrics |= left_out_gauges(claimed, selection, turn_ids, self.learner.settings)
         metrics |= {"num_updates": num_steps, "seconds": trained_at - started}
         refusal = None
         for gate in self.gates:
@@ -353,8 +338,8 @@ class Training:
     def _finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, selection: Selection
     ) -> tuple[Json, State]:
-        check_fitting(self._fitting, 0, selection.refused.values(), self._too_large)
-        metrics = metrics | left_out_gauges(claimed, selection, (), self.settings)
+        self.learner.finish(0, selection.refused.values())
+        metrics = metrics | left_out_gauges(claimed, selection, (), self.learner.settings)
         return self.commits.finish_untrained(state, claimed, metrics, selection)
 
 

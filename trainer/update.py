@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -21,15 +21,13 @@ from trainer.algorithms.algorithm import Imitation, select
 from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
-from trainer.batch.selection import LARGEST_VALUE, Selection, left_out
-from trainer.checks.gap import BatchGap, GapCheck, Verdicts
+from trainer.batch.selection import LARGEST_VALUE, Selection, Unfit, left_out
+from trainer.checks.gap import BatchGap, GapCheck
 from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
 from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
-from trainer.model.memory import FILE, OUT_OF_MEMORY, OutOfMemory
 from trainer.settings import TrainerSettings
 from trainer.versions.state import State
-from turnwise.errors import SettingsError
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
@@ -44,34 +42,15 @@ _DRAW = 1
 """Distinguishes the random numbers of imported sessions from those that shuffle the batch."""
 
 
-def check_fitting(latest: Verdicts, num_trained: int, reasons: Iterable[str], left_out: tuple[str, ...]) -> None:
-    """Take a batch: its trained groups, why others are not trained, and how reasons of memory begin.
-
-    Raises:
-        SettingsError: Nearly all of the latest groups do not fit into memory.
-    """
-    num_large = sum(reason.startswith(left_out) for reason in reasons)
-    if (most := latest.add([*[False] * num_trained, *[True] * num_large])) is not None:
-        raise SettingsError(
-            f"{most} do not fit into the device's memory, although activations are "
-            "recomputed and a row holds one chain: use larger devices or more of them (multi_devices), "
-            "weights_dtype='bfloat16', optimizer_state='host', or a lower gpu_memory in [engine], and delete "
-            f"{FILE!r} in policies_dir; to train short chains only, set max_chain_tokens"
-        )
-
-
 class Updates:
     """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
-    def __init__(
-        self, claims: Claims, learner: PolicyAgent, gap_check: GapCheck, settings: TrainerSettings, *, is_sample: bool
-    ) -> None:
+    def __init__(self, claims: Claims, learner: PolicyAgent, gap_check: GapCheck, *, is_sample: bool) -> None:
         """`is_sample`: the experiences come from a replay buffer, into which the claimed groups are put."""
         self._claims = claims
         self._learner = learner
         self._gap_check = gap_check
         self._is_sample = is_sample
-        self.settings = settings
 
     def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> tuple[ClaimedBatch, Selection]:
         """Return the batch with further groups in the place of those of equal rewards, if there are any; and what fits.
@@ -80,7 +59,7 @@ class Updates:
         quarter of the batch is to have an advantage. Nothing is waited for while other policies could train, which is
         where `patience` is 0. Sessions that were marked as not to be trained meanwhile are left out.
         """
-        settings, singles = self.settings, self.settings.singles_per_group
+        settings, singles = self._learner.settings, self._learner.settings.singles_per_group
         until = time.monotonic() + (0.0 if patience == 0 else refill_limit(settings))
         most = MAX_REFILL_FACTOR * len(claimed.claim.groups)
         size = claimed.claim.size(singles)
@@ -108,7 +87,7 @@ class Updates:
         keys = {experience.group_key for experience in claimed.experiences}
         if not self._is_sample:
             keys |= claimed.group_keys
-        return select(claimed.experiences, sorted(keys), self._learner.algorithm, self.settings, state.singles)
+        return select(claimed.experiences, sorted(keys), self._learner.algorithm, self._learner.settings, state.singles)
 
     def batch_of(self, claimed: ClaimedBatch, selection: Selection, state: State) -> tuple[Batch | None, Json]:
         """Return what was selected of a claim with imported experiences at its end, and gauges; None without any."""
@@ -144,7 +123,7 @@ class Updates:
         rng = np.random.default_rng([state.progress.seed, state.progress.num_batches, _DRAW])
         found = self._learner.world.from_first(lambda: self._claims.imported(imitation.num_groups, rng))
         keys = sorted({experience.group_key for experience in found})
-        drawn = select(found, keys, imitation.algorithm, self.settings)
+        drawn = select(found, keys, imitation.algorithm, self._learner.settings)
         if not drawn.experiences:
             log.warning(
                 "no imported session could be mixed in: %d groups were drawn, and left out for these reasons: %s; "
@@ -159,7 +138,7 @@ class Updates:
 
         Raises:
             BatchRefused: The algorithm can credit nothing of the batch.
-            OutOfMemory: A row does not fit into the memory of one of several processes.
+            Unfit: A row cannot be computed in one of several processes.
         """
         self._refuse_unfit(batch, selection)
         algorithm = self._learner.algorithm
@@ -183,16 +162,16 @@ class Updates:
 
         Raises:
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
-            OutOfMemory: A row does not fit into the memory of one of several processes.
+            Unfit: A row cannot be computed in one of several processes.
         """
-        gaps, count = BatchGap(batch), num_minibatches(claimed, batch, self.settings)
+        gaps, count = BatchGap(batch), num_minibatches(claimed, batch, self._learner.settings)
         num_steps, gauges = self._steps(state, batch, count, selection, gaps, record)
         dropped = {each.group_key for each in batch.experiences} & selection.refused.keys()
         for key, reason in selection.refused.items():
             if key in dropped:
                 log.error("group %s is not trained: %s", key[1], reason)
         if dropped:
-            num_too_large = sum(selection.refused[key].startswith(OUT_OF_MEMORY) for key in dropped)
+            num_too_large = sum(selection.refused[key].startswith("out_of_memory") for key in dropped)
             gauges |= {"num_refused_groups": len(selection.refused), "num_groups_out_of_memory": num_too_large}
         return num_steps, gauges | gaps.read(dropped)
 
@@ -206,8 +185,8 @@ class Updates:
             proximal = self._fitting(batch, sampled, selection, lambda fit: self._learner.logprobs_of(batch, fit))
         gradient = functools.partial(self._learner.gradient, state.optimizer, batch, proximal=proximal)
         total, norms = Gauges(), list[float]()
-        num_planned = self.settings.reuse_epochs * num_minibatches
-        for epoch in range(self.settings.reuse_epochs):
+        num_planned = self._learner.settings.reuse_epochs * num_minibatches
+        for epoch in range(self._learner.settings.reuse_epochs):
             for place, members in enumerate(minibatches(batch, num_minibatches, rng), epoch * num_minibatches):
                 taken = self._fitting(batch, members, selection, gradient)
                 if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], selection, norms):
@@ -249,17 +228,16 @@ class Updates:
     ) -> Result | None:
         """Compute over the members of the groups that are not refused; None where there are none.
 
-        A group that does not fit into the memory of the only process is refused.
+        A group that the only process cannot compute is refused.
         """
         while fit := _members_without(batch, members, selection.refused):
             try:
                 return compute(fit)
-            except OutOfMemory as error:
+            except Unfit as error:
                 if self._learner.world.size > 1:
                     raise
-                for member in error.units.values():
-                    key = batch.experiences[member].group_key
-                    selection.refuse(key, f"{OUT_OF_MEMORY}: {error}; set max_chain_tokens below that")
+                for member in error.members:
+                    selection.refuse(batch.experiences[member].group_key, error.why)
         return None
 
     def _refuse_unfit(self, batch: Batch, selection: Selection) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from trainer.claims.claims import Claims
 from trainer.evaluate import Evaluator
 from trainer.features import FEATURES, Settings
+from trainer.features.devices import Sharded, join_world
 from trainer.model.agent import PolicyAgent
 from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
@@ -51,7 +52,7 @@ class RLWorkflow(Training):
 
     @property
     def config(self) -> TrainerSettings:
-        return self.settings
+        return self.learner.settings
 
     def enable_jit(self) -> None:
         """Compile this instance's layers with `torch.compile`; before `setup`."""
@@ -59,11 +60,11 @@ class RLWorkflow(Training):
 
     def enable_multi_devices(self) -> None:
         """Train with all processes that `torchrun` started; before `setup`."""
-        self.divide()
+        self.learner.shard(join_world())
 
     def enable_shmap(self, axis_name: str) -> None:
         """Shard over a mesh of this axis; before `setup`."""
-        self.learner.shard(axis_name)
+        self.learner.shard(Sharded(axis_name))
 
 
 class OnPolicyWorkflow(RLWorkflow):

@@ -16,7 +16,7 @@ from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, write_settings
 from support.waiting import WAIT_SECONDS, wait_until
 
-from trainer.parallel import check_address
+from trainer.features.devices import check_address
 from turnwise.errors import SettingsError
 from turnwise.features.page import overview
 from turnwise.store import updates

@@ -20,9 +20,10 @@ from support.waiting import WAIT_SECONDS
 
 from trainer.batch.batch import build
 from trainer.features import Settings
+from trainer.features.devices import Sharded, leave_world
 from trainer.model.agent import PolicyAgent
+from trainer.model.heads import Reference
 from trainer.model.model import Policy
-from trainer.parallel import leave_world
 
 NUM_STEPS = 3
 _SERVER = multiprocessing.get_context("forkserver")
@@ -76,10 +77,10 @@ def steps(
     policy = Policy(Settings(**{"device": "cpu", **spec}))
     policy.compiled = is_compiled
     made = Settings(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule})
-    reference = Policy(policy.settings) if made.algorithm.needs_reference else None
-    agent = PolicyAgent(policy, made, reference)
+    heads = [Reference(policy, Policy(policy.settings))] if made.algorithm.needs_reference else []
+    agent = PolicyAgent(policy, made, heads)
     if is_sharded:
-        agent.shard("data")
+        agent.shard(Sharded())
     agent.load(0)
     found = sessions()
     credit = [np.array([float(index % 3 - 1)]) for index in range(len(found))]

@@ -14,11 +14,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from trainer.batch.batch import Batch, build
 from trainer.claims.ledger import RunProgress
-from trainer.features import FEATURES, Settings
+from trainer.features import FEATURES, Settings, devices
+from trainer.features.devices import Processes, Sharded
 from trainer.model import model
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.parallel import World
 from trainer.publish.checkpoint import Checkpoints
 from trainer.versions.schedule import Schedule
 from trainer.versions.state import State
@@ -39,7 +39,7 @@ def resume_and_train(
     policy = Policy(Settings(**{"device": "cpu", **spec}))
     agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
     if is_sharded:
-        agent.shard("data")
+        agent.shard(Sharded())
     agent.load(0, with_weights=start == 0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     schedule = Schedule(optimizer, Settings())
@@ -61,7 +61,7 @@ def resume_and_train(
 
 def write_first_process_last(directory: Path) -> bool:
     """Write a state that the first process begins a second later; return whether the others waited for it."""
-    world, checkpoints = World(), Checkpoints(directory, keep=9)
+    world, checkpoints = Processes(), Checkpoints(directory, keep=9)
     has_waited, deadline = True, time.monotonic() + 1.0
     while world.is_first and time.monotonic() < deadline:
         has_waited = has_waited and not list(directory.glob(".writing-*"))
@@ -76,10 +76,10 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
     def refuse(*_: object) -> None:
         raise AssertionError("the base model is read")
 
-    model.load_model = refuse  # type: ignore[assignment]
+    devices.load_model = refuse  # type: ignore[assignment]
     policy = Policy(Settings(**{"device": "cpu", **spec}))
     agent = PolicyAgent(policy, Settings())
-    agent.shard("data")
+    agent.shard(Sharded())
     agent.load(0, with_weights=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     state = State(
@@ -112,7 +112,7 @@ def refuse_routing(directory: Path, good: list[Any], bad: Any) -> tuple[str | No
     """Return why a session of another model is refused, and the logprobs of the others."""
     policy = Policy(Settings(model=str(directory), device="cpu"), FEATURES.terms)
     agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
-    agent.shard("data")
+    agent.shard(Sharded())
     agent.load(0)
     return policy.why_unfit(bad), torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
 

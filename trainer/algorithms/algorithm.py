@@ -22,7 +22,7 @@ from trainer.batch.batch import Aggregation, Batch, Reals
 from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Selection, SelectionRule
-from trainer.parallel import World
+from trainer.world import World
 from turnwise.settings import Settings as BaseSettings
 from turnwise.types import GroupKey, Json
 
@@ -99,6 +99,10 @@ class Algorithm(abc.ABC):
         """Return the weight of each trained token in the optimizer step over these members; they sum to 1. [M]."""
         return batch.weights(members, "token_mean", 1)
 
+    def parts(self, tokens: TrainedTokens) -> Sequence[tuple[TrainedTokens, Algorithm]]:
+        """Return the tokens of a row by the algorithm whose loss they have; this one's are first, and alone gauged."""
+        return [(tokens, self)]
+
     @abc.abstractmethod
     def loss(self, tokens: TrainedTokens) -> Tensor:
         """Return the loss of each token. [M]."""
@@ -159,23 +163,6 @@ def loss_of(tokens: TrainedTokens, algorithm: Algorithm) -> Tensor:
     if not len(tokens.logprobs):
         return tokens.logprobs.sum()
     return (tokens.weights * algorithm.loss(tokens)).sum()
-
-
-def step_weights(batch: Batch, members: Sequence[int], algorithm: Algorithm) -> Reals:
-    """Return the weight of every trained token in the optimizer step over `members`, imported ones apart. [M]."""
-    imported = [member for member in members if batch.is_imported(member)]
-    if not imported or algorithm.imitation is None:
-        return algorithm.weights(batch, members)
-    sampled = [member for member in members if not batch.is_imported(member)]
-    weights: Reals = (1 - batch.mu) * algorithm.weights(batch, sampled)
-    return weights + batch.mu * algorithm.imitation.algorithm.weights(batch, imported)
-
-
-def parts(tokens: TrainedTokens) -> tuple[TrainedTokens, TrainedTokens | None]:
-    """Return the sampled tokens of a row, and the imported ones; None where the batch has none."""
-    if tokens.is_imported is None:
-        return tokens, None
-    return tokens.subset(~tokens.is_imported), tokens.subset(tokens.is_imported)
 
 
 def needed(tensor: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -17,6 +18,7 @@ from trainer.algorithms.algorithm import Algorithm, Imitation
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.sft import SFT
+from trainer.batch.batch import Batch, Reals
 from trainer.batch.ratios import TrainedTokens
 
 IMPORTED_GROUPS = 8
@@ -41,6 +43,7 @@ class Chord(GRPO):
         """Batches over which μ falls to 0.05, as half a cosine; 0 leaves it at `mu`."""
 
     settings: Settings
+    imitation: Imitation
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -49,6 +52,21 @@ class Chord(GRPO):
             own = (PhiSFT if settings.imitation == "phi" else SFT)(SFT.Settings())
         self.needs_reference = self.needs_reference or own.needs_reference
         self.imitation = Imitation(own, IMPORTED_GROUPS, functools.partial(mu_of, settings=settings))
+
+    def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
+        imported = [member for member in members if batch.is_imported(member)]
+        if not imported:
+            return super().weights(batch, members)
+        sampled = [member for member in members if not batch.is_imported(member)]
+        weights: Reals = (1 - batch.mu) * super().weights(batch, sampled)
+        return weights + batch.mu * self.imitation.algorithm.weights(batch, imported)
+
+    def parts(self, tokens: TrainedTokens) -> Sequence[tuple[TrainedTokens, Algorithm]]:
+        """Return the sampled tokens, and the imported ones where the batch has any."""
+        if tokens.is_imported is None:
+            return [(tokens, self)]
+        imported = tokens.subset(tokens.is_imported)
+        return [(tokens.subset(~tokens.is_imported), self), (imported, self.imitation.algorithm)]
 
 
 class PhiSFT(SFT):

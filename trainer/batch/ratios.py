@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.parallel import World
+from trainer.world import World
 from turnwise.settings import Settings
 
 MAX_LOG_RATIO = 20.0

@@ -43,6 +43,15 @@ TOO_LONG = "chain_too_long"
 """Beginning of the reason of a chain over `max_chain_tokens`."""
 
 
+class Unfit(Exception):
+    """A computation failed for some chains, which are left out of it with their groups."""
+
+    def __init__(self, problem: str, members: Iterable[int], why: str) -> None:
+        super().__init__(problem)
+        self.members = list(members)
+        self.why = why
+
+
 def why_untrainable(experience: Chain, *, needs_behaviour: bool = True) -> list[str | None]:
     """Return for each turn why it cannot be trained, None where it can. [K]."""
     reasons: list[str | None] = [why if needs_behaviour else None for why in experience.without_ratio]

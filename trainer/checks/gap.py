@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from trainer.batch.batch import Batch, Reals, with_ratio
 from trainer.batch.ratios import finite
+from trainer.batch.selection import Unfit
 from trainer.model.agent import PolicyAgent
-from trainer.model.memory import OutOfMemory
 from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, EngineDisagrees
@@ -194,7 +194,7 @@ class GapCheck:
             try:
                 with self._weights_of(version):
                     logprobs = self._learner.logprobs_of(found.batch, by_version[version])
-            except (BadCheckpoint, OutOfMemory) as error:
+            except (BadCheckpoint, Unfit) as error:
                 if self._learner.world.size > 1:
                     raise
                 log.warning("tokens of version %d could not be compared with the engine's: %s", version, error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from trainer.features.devices import DevicesSettings, place_of
 from trainer.features.experts import Experts
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
+from trainer.features.memory import MemorySettings, SavingAgent
 from trainer.features.quotas import Quotas, QuotaSettings
 from trainer.features.rewinds import Refusals, Rewinds, RewindSettings
 from trainer.features.sentinels import Sentinels, SentinelSettings
@@ -16,8 +18,12 @@ FEATURES = Features(
     terms=(Supports, Images, Experts),
     holds=(Refusals, Sentinels, Quotas, Rewinds),
     gates=(Gate,),
+    agent=SavingAgent,
+    place=place_of,
 )
 
 
-class Settings(GateSettings, SentinelSettings, QuotaSettings, RewindSettings, TrainerSettings):
+class Settings(
+    DevicesSettings, GateSettings, MemorySettings, SentinelSettings, QuotaSettings, RewindSettings, TrainerSettings
+):
     """The settings of one trainer process with all of its features."""

@@ -19,10 +19,10 @@ from pydantic import Field
 
 from trainer.batch.batch import Batch, Reals, build
 from trainer.batch.chain import Chain
+from trainer.batch.selection import Unfit
 from trainer.claims.holds import PublishingGate
 from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
-from trainer.model.memory import OutOfMemory
 from trainer.settings import TrainerSettings
 from turnwise.features import gate
 from turnwise.settings import Settings
@@ -102,7 +102,7 @@ class Gate(PublishingGate):
         """Return gauges, and why weights that come from this version must not be published; None where they may.
 
         Raises:
-            OutOfMemory: A chain does not fit into the memory of one of several processes.
+            Unfit: A chain cannot be computed in one of several processes.
         """
         settings, world = self._settings, self._learner.world
         labels = [*GOOD_LABELS, *BAD_LABELS]
@@ -112,7 +112,7 @@ class Gate(PublishingGate):
         batch = build(found, credit, policy_version=policy_version)
         try:
             logprobs = self._learner.logprobs_of(batch, range(len(found)))
-        except OutOfMemory as error:
+        except Unfit as error:
             if world.size > 1:
                 raise
             log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)

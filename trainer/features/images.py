@@ -79,7 +79,7 @@ class Images(Term):
         return found or None
 
     def around(self, policy: Policy) -> Around:
-        can_see = policy.mesh_axis is None and hasattr(policy.base, "get_image_features")
+        can_see = policy.place.is_whole and hasattr(policy.base, "get_image_features")
         return Vision(policy) if can_see else Blind(policy.settings.model)
 
 

@@ -18,22 +18,36 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from trainer.batch.ratios import TrainedTokens
+from trainer.model.heads import Head
 from trainer.model.inputs import RowInputs
 from trainer.model.model import Policy
+from trainer.model.placement import Whole
+from turnwise.errors import SettingsError
+
+NO_SHARDED_CRITIC = (
+    "algorithm={!r} trains its critic in one process: set multi_devices=false, or an algorithm without a critic"
+)
 
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 _PARTIAL = StateDictOptions(strict=False)
 
 
-class Critic:
+class Critic(Head):
     """A value head on the policy."""
+
+    column = "values"
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._algorithm = policy.settings.algorithm
         self.module: nn.Module
-        self.optimizer: torch.optim.Optimizer
 
-    def load(self) -> None:
+    def shard(self, place: Whole) -> None:  # noqa: ARG002  it is refused whatever the place
+        raise SettingsError(NO_SHARDED_CRITIC.format(str(self._algorithm)))
+
+    def load(self, seed: int) -> None:  # noqa: ARG002  its first weights are zeros
         """Build the critic after the policy was loaded; a new one values each state 0."""
         policy = self._policy
         policy.check_gives_hidden_states()
@@ -50,12 +64,12 @@ class Critic:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def values(self, inputs: RowInputs) -> Tensor:
-        return self.values_of(self._policy.hidden(inputs))
-
-    def values_of(self, hidden: Tensor) -> Tensor:
-        values: Tensor = self._head(hidden.float())[:, 0]
+    def of(self, inputs: RowInputs, output: Tensor) -> Tensor:
+        values: Tensor = self._head(output[inputs.which].float())[:, 0]
         return values
+
+    def with_loss(self, loss: Tensor, tokens: TrainedTokens) -> Tensor:
+        return loss + (tokens.weights * self._algorithm.critic_loss(tokens)).sum()
 
     def tensors(self) -> dict[str, Any]:
         return {

@@ -1,9 +1,5 @@
 """Loading a causal LM by transformers: which models are refused, and the names and tensors of a whole version.
 
-With several processes only the first one loads the base model. The others build it without memory for its weights
-(on the meta device) and receive their shards. Buffers, such as the frequencies of rotary embeddings, are always real:
-no checkpoint contains them.
-
 Engines start with the base model and load a version into it, or start with the version. So a version of whole weights
 has the names of the base model's files, and also the tensors that transformers does not load, such as those that
 predict several tokens. A model that transformers would write under other names is refused before it is trained.
@@ -185,7 +181,7 @@ def _flex_attention(
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **options)
 
 
-def _trainable_config(settings: TrainerSettings) -> Any:
+def trainable_config(settings: TrainerSettings) -> Any:
     config = read_config(settings.model)
     check_trainable(config, settings)
     return config
@@ -193,34 +189,12 @@ def _trainable_config(settings: TrainerSettings) -> Any:
 
 def load_model(settings: TrainerSettings, attention: str) -> nn.Module:
     """Load the base model in the precision of `weights_dtype`, with a fresh adapter for LoRA."""
-    config = _trainable_config(settings)
+    config = trainable_config(settings)
     with bad_checkpoint(f"cannot load the model {settings.model!r}", WHOLE_MODEL):
         model = model_class(config).from_pretrained(
             settings.model, config=config, dtype=getattr(torch, settings.weights_dtype), attn_implementation=attention
         )
-    return _prepared(model, settings)
-
-
-def empty_model(settings: TrainerSettings, attention: str) -> nn.Module:
-    """Return the same model with weights on the meta device and real buffers."""
-    config = _trainable_config(settings)
-    if quantised_by(config) == PACKED:
-        raise SettingsError(
-            f"the weights of {settings.model!r} are quantised ({PACKED}), and several processes cannot share them: "
-            "train in one process, or the model that is not quantised"
-        )
-    with bad_checkpoint(f"cannot load the model {settings.model!r}", WHOLE_MODEL), _weights_on_meta():
-        model = model_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention)
-        return _prepared(model, settings)
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give the weights of an empty model memory on a device, with unspecified values; buffers keep theirs."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    return prepared(model, settings)
 
 
 def base_of(model: nn.Module) -> Any:
@@ -258,7 +232,7 @@ def described(settings: TrainerSettings) -> dict[str, str]:
         BadCheckpoint: There is no such model, or transformers does not know it.
         SettingsError: It cannot be trained with these settings.
     """
-    config = _trainable_config(settings)
+    config = trainable_config(settings)
     reason = why_alone(config.get_text_config())
     rows = "shared by chains with a common beginning" if reason is None else f"of one chain each, because {reason}"
     with bad_checkpoint(f"cannot load the model {settings.model!r}", WHOLE_MODEL), torch.device("meta"):
@@ -268,7 +242,7 @@ def described(settings: TrainerSettings) -> dict[str, str]:
     return {"rows": rows, "adapter": str(reach_of(model, settings.lora_targets, name=settings.model))}
 
 
-def _prepared(model: Any, settings: TrainerSettings) -> nn.Module:
+def prepared(model: Any, settings: TrainerSettings) -> nn.Module:
     """Return the model in training mode without noise, with an adapter for LoRA; a wrapper's other parts are frozen."""
     if settings.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
@@ -319,32 +293,6 @@ def reason_of(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     sentence = " ".join(str(error).split()).partition(". ")[0]
     return sentence[:MAX_REASON].removesuffix(".") or type(error).__name__
-
-
-@contextlib.contextmanager
-def _weights_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device inside the block, and buffers where they are computed."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        # A tied weight is on the meta device already, and must remain the same object.
-        if parameter is not None and parameter.device.type != "meta":
-            empty: Tensor = parameter.detach().to("meta")
-            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def checkpoint_layers(model: nn.Module) -> None:
-    base = base_of(model)
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    if base is not model:
-        base.enable_input_require_grads()  # with frozen embeddings no input of a layer would need a gradient
 
 
 def has_liger(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""The trained model: any Hugging Face causal LM, whole or through a LoRA adapter, on one device or several.
+"""The trained model: any Hugging Face causal LM, whole or through a LoRA adapter.
 
 The model is only ever asked for one thing, the logprob and entropy of given tokens in a packed row, and the output
 layer runs for the tokens that predict a trained one alone. Legend: N tokens of a row, m trained tokens of it,
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from trainer.batch.batch import Batch, Row
 from trainer.batch.chain import Chain
@@ -26,25 +26,21 @@ from trainer.batch.logprobs import OutputLayer, token_logprobs
 from trainer.model.adapters import Adapter
 from trainer.model.inputs import RowInputs, row_inputs
 from trainer.model.loading import (
-    allocate,
     bad_checkpoint,
     base_of,
     carried,
     check_names,
-    checkpoint_layers,
     choose_attention,
     copy_tokenizer,
-    empty_model,
     has_liger,
     load_model,
     register_flex_attention,
     tied_names,
     use_liger,
 )
-from trainer.model.memory import needs_checkpointing
+from trainer.model.placement import Whole
 from trainer.model.terms import Around, Term
 from trainer.model.traits import check_repeatable, measured_alone, why_alone
-from trainer.parallel import mesh_of
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
@@ -68,10 +64,8 @@ class Policy:
         self.terms = [term(settings) for term in terms]
         self.around: list[Around] = []
         self.compiled = False
-        self.is_checkpointed = False
-        """Whether activations are recomputed in the backward pass. `load` decides, and keeps it once it is so."""
-        self.mesh_axis: str | None = None
-        """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
+        self.place = Whole()
+        """Where `load` holds the weights."""
         self.device = torch.device("cpu")
         """Where `load` puts the model. It is resolved there, since `torchrun`'s processes get theirs as they join."""
         self.compute_dtype = torch.float32
@@ -107,17 +101,13 @@ class Policy:
         self.attention = choose_attention(self.settings, self.device)
         if self.attention == "flex_attention":
             register_flex_attention()
-        self.model: nn.Module
-        if self.mesh_axis is None:
-            self.model = self._tuned(load_model(self.settings, self.attention).to(self.device))
-            for layer in cast("Any", self.model).modules():
-                if hasattr(layer, "compute_dtype"):  # of packed weights, which the checkpoint sets for other programs
-                    layer.compute_dtype = self.compute_dtype
-        else:
-            self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
+        self.model: nn.Module = self.place.load(self, seed, with_weights=with_weights)
+        for layer in cast("Any", self.model).modules():
+            if hasattr(layer, "compute_dtype"):  # of packed weights, which the checkpoint sets for other programs
+                layer.compute_dtype = self.compute_dtype
         self.around = [around for term in self.terms if (around := term.around(self)) is not None]
         self.num_ids = int(self.config.vocab_size)
-        self._head = self._own_head() if self.mesh_axis is None else None
+        self._head = self._own_head() if self.place.is_whole else None
         self._tied: set[str] = set()
         if self.settings.kind is PolicyKind.FULL:
             self._tied = tied_names(self.base)
@@ -127,9 +117,9 @@ class Policy:
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.base.forward).parameters
         self._is_measured = False
-        if self.mesh_axis is None or with_weights or self.settings.kind is PolicyKind.LORA:
+        if self.place.is_whole or with_weights or self.settings.kind is PolicyKind.LORA:
             self._measure_rows()
-        if self.settings.kind is PolicyKind.LORA and self.mesh_axis is None:
+        if self.settings.kind is PolicyKind.LORA and self.place.is_whole:
             self.adapter = Adapter.in_place(self.model)
             self._fresh = seed, self.adapter.copied()
 
@@ -145,8 +135,7 @@ class Policy:
         check_repeatable(self.plain_logprobs, self.settings.model, self.num_ids, self.compute_dtype)
         self.why_alone = why_alone(self.config)
         measured = None if self.why_alone else measured_alone(self.plain_logprobs, self.num_ids, self.compute_dtype)
-        if self.mesh_axis is not None:
-            cast("Any", self.model).reshard()  # the outermost weights stay whole until a backward pass
+        self.place.settle(self.model)
         if self.why_alone is not None:
             log.info("%r: a row holds one chain, because %s", self.settings.model, self.why_alone)
             return
@@ -175,46 +164,23 @@ class Policy:
             return known
         return max(known, int((scaling.get("original_max_position_embeddings") or known) * scaling.get("factor", 1)))
 
-    @property
-    def can_checkpoint(self) -> bool:
-        return not self.is_checkpointed and bool(self.base.supports_gradient_checkpointing)
-
-    def checkpoint(self) -> None:
-        self.is_checkpointed = True
-        checkpoint_layers(self.model)
-
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
-        self.model = self._tuned(empty_model(self.settings, self.attention))
-        self._shard(axis)
-        allocate(self.model, self.device)
-        if not with_weights and self.settings.kind is PolicyKind.FULL:
-            return
-        torch.manual_seed(seed)
-        is_first = torch.distributed.get_rank() == 0
-        weights = load_model(self.settings, self.attention).state_dict() if is_first else {}
-        self.load_trained_state(weights, from_first=True)
-
-    def _tuned(self, model: nn.Module) -> nn.Module:
+    def tuned(self, model: nn.Module) -> nn.Module:
         self.base = base_of(model)
         if has_liger(self.device):
             use_liger(self.base)
-        wanted = self.is_checkpointed or self.settings.gradient_checkpointing
-        self.is_checkpointed = needs_checkpointing(model, self.device) if wanted is None else wanted
-        if self.is_checkpointed:
-            checkpoint_layers(model)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32  # rows are added up in it
         if self.compiled:
-            for layer in self._layers(model):
+            for layer in self.layers(model):
                 layer.compile(dynamic=True)
         return model
 
     @staticmethod
-    def _layers(model: nn.Module) -> list[nn.Module]:
+    def layers(model: nn.Module) -> list[nn.Module]:
         names = getattr(base_of(model), "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -228,19 +194,6 @@ class Policy:
         config = self.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 12.0 * float(config.num_hidden_layers * config.num_attention_heads * int(width))
-
-    def sync_gradients(self, *, is_wanted: bool) -> None:
-        if self.mesh_axis is not None:
-            cast("Any", self.model).set_requires_gradient_sync(is_wanted)
-
-    def _shard(self, axis: str) -> None:
-        """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        mesh = mesh_of(self.device, axis, self.settings.replicas)
-        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        for layer in [*self._layers(self.model), self.model]:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
 
     def inputs(self, row: Row, temperature: Tensor, target: Tensor, processors: RowLogits | None = None) -> RowInputs:
         """Return a row's tensors on the device; may be called in a thread while another row is computed."""
@@ -280,17 +233,13 @@ class Policy:
 
     def outputs(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same with what they are computed from: hidden states [U, H], or logits [U, V]."""
-        output, of = self._output(inputs), (inputs.which, inputs.target, inputs.temperature, inputs.processing)
+        output, of = self.output(inputs), (inputs.which, inputs.target, inputs.temperature, inputs.processing)
         if self._head is None:
             logprobs, entropy = token_logprobs(output, None, *of)
         else:
             dtype = self.compute_dtype
             logprobs, entropy = token_logprobs(output.to(dtype), self._head.weight.to(dtype), *of)
         return logprobs, entropy, output
-
-    def hidden(self, inputs: RowInputs) -> Tensor:
-        assert self._head is not None, "checked by check_gives_hidden_states"
-        return self._output(inputs)[inputs.which]
 
     def check_gives_hidden_states(self) -> None:
         if self._head is None:
@@ -311,7 +260,8 @@ class Policy:
         with torch.no_grad(), self.autocast():
             return OutputLayer.of(self.base, logits)
 
-    def _output(self, inputs: RowInputs) -> Tensor:
+    def output(self, inputs: RowInputs) -> Tensor:
+        """Return hidden states [U, H], or logits [U, V] of a model that is computed whole."""
         arguments: dict[str, Any] = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "use_cache": False}
         if inputs.mask is not None:
             arguments["attention_mask"] = inputs.mask
@@ -336,21 +286,6 @@ class Policy:
         with torch.no_grad(), self._entered(None):
             output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
         return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()
-
-    @contextlib.contextmanager
-    def as_reference(self, start: Adapter | None) -> Iterator[None]:
-        """Give the logprobs of what an adapter's policy started from in the block; None is the base model."""
-        if start is None:
-            with torch.no_grad(), cast("Any", self.model).disable_adapter():
-                yield
-            return
-        present = Adapter.in_place(self.model)
-        start.put()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            present.put()
 
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
@@ -389,29 +324,14 @@ class Policy:
 
     def shards(self) -> dict[str, Any]:
         """Return what this process holds of the trained weights, by name, on its device."""
-        is_adapter = self.settings.kind is PolicyKind.LORA
-        if self.mesh_axis is None:  # the functions for sharded models take seconds
-            left_out = {n for n, value in self.model.named_parameters() if is_adapter and not value.requires_grad}
-            return {name: value for name, value in self.model.state_dict().items() if name not in left_out}
-        return get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=is_adapter))
+        return self.place.shards(self.model, trained_only=self.settings.kind is PolicyKind.LORA)
 
     def load_shards(self, shards: dict[str, Any]) -> None:
         if strange := sorted(shards.keys() ^ self.shards().keys()):
             raise BadCheckpoint(
                 f"the trainer's state does not fit {self.settings.model!r}: {strange[0]!r} is of one alone"
             )
-        is_whole = self.settings.kind is PolicyKind.FULL
-        if self.mesh_axis is None:
-            self.model.load_state_dict(shards, strict=is_whole)
-            return
-        set_model_state_dict(self.model, shards, options=StateDictOptions(strict=is_whole))
-
-    def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
-        """Load what `trained_state` returned; with `from_first`, the first process sends it to the others."""
-        is_whole = self.settings.kind is PolicyKind.FULL
-        options = StateDictOptions(full_state_dict=True, strict=is_whole, broadcast_from_rank0=from_first)
-        with bad_checkpoint(f"the trainer's state does not fit {self.settings.model!r}"):
-            set_model_state_dict(self.model, cast("dict[str, Any]", state), options=options)
+        self.place.load_shards(self.model, shards, is_whole=self.settings.kind is PolicyKind.FULL)
 
     def load_base(self) -> None:
         """Load the weights of version 0: the base model, or an adapter that changes nothing; in all processes."""
@@ -419,10 +339,8 @@ class Policy:
             shards = self.shards()
             self.load_shards({name: torch.zeros_like(v) if "lora_B" in name else v for name, v in shards.items()})
             return
-        is_divided = self.mesh_axis is not None
-        reads = not is_divided or torch.distributed.get_rank() == 0
-        weights = load_model(self.settings, "eager").state_dict() if reads else {}
-        self.load_trained_state(weights, from_first=is_divided)
+        with bad_checkpoint(f"the trainer's state does not fit {self.settings.model!r}"):
+            self.place.load_weights(self, lambda: load_model(self.settings, "eager"))
 
     def load_adapter(self, directory: Path) -> None:
         """Load the adapter of a version's files into the present one.

@@ -18,9 +18,7 @@ import dataclasses
 import errno
 import functools
 import logging
-import secrets
 import shutil
-import socket
 import threading
 import time
 import warnings
@@ -34,7 +32,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from trainer.model.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
-from trainer.parallel import World
 from turnwise import version_directory
 from turnwise.engine_plugin.channel import TensorLayout, checksum_of
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
@@ -45,8 +42,6 @@ from turnwise.version_directory import LATEST, STATE_FILE
 log = logging.getLogger(__name__)
 
 TENSORS = "tensors"
-NONCE = ".shared"
-"""File with a random word of the first process, which the other processes look for."""
 SHARED_SECONDS = 60.0
 """How long a process waits for a file of another one; network file systems show it late."""
 MOST_HELD = 2
@@ -260,38 +255,6 @@ def copied(tensors: Any) -> Any:
     return tensors
 
 
-def check_shared(checkpoints: Checkpoints, world: World) -> None:
-    """Check that all processes see one directory; every process calls it in step, after the first one has opened it.
-
-    Raises:
-        SettingsError: Some do not; in all processes.
-    """
-    if world.size == 1:
-        return
-    path = checkpoints.directory / NONCE
-
-    def write() -> str:
-        nonce = secrets.token_hex(16)
-        path.write_text(nonce, encoding="utf-8")
-        synchronise(path)
-        return nonce
-
-    def is_seen() -> bool:
-        try:
-            return path.read_text(encoding="utf-8") == nonce
-        except OSError:
-            return False
-
-    nonce = world.from_first(write)
-    found = world.gather((socket.gethostname(), _comes_true(is_seen)))
-    strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
-    if strange:
-        raise SettingsError(
-            f"policies_dir {str(checkpoints.directory)!r} of process {', '.join(strange)} is not the one of the first "
-            f"process on {found[0][0]!r}: {SHARE}"
-        )
-
-
 def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
     with _writing(path), _without_warning():
         state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
@@ -303,7 +266,7 @@ def _check_shards(path: Path) -> None:
         file = path / info.relative_path
         sizes[file] = max(sizes.get(file, 0), info.offset + info.length)
     for file, size in sizes.items():
-        if not _comes_true(functools.partial(_holds, file, size)):
+        if not comes_true(functools.partial(_holds, file, size)):
             raise BadCheckpoint(f"{str(file)!r}, which another process wrote, is not here: {SHARE}")
 
 
@@ -311,7 +274,7 @@ def _holds(file: Path, size: int) -> bool:
     return file.is_file() and file.stat().st_size >= size
 
 
-def _comes_true(check: Callable[[], bool]) -> bool:
+def comes_true(check: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + SHARED_SECONDS
     while not check():
         if time.monotonic() >= deadline:

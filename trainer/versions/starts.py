@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from trainer.claims.holds import Rewind
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent
+from trainer.model.critic import Critic
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from trainer.versions.schedule import Schedule
@@ -107,10 +108,6 @@ class States:
         kept = self._learner.world.from_first(ledger.kept_state)
         return state if kept is None else state.with_batches(kept)
 
-    def moments_bytes(self) -> int:
-        on_device = self._settings.optimizer_state == "device"
-        return 8 * sum(parameter.numel() for parameter in self._learner.parameters()) if on_device else 0
-
     def _first(self, seed: int) -> State:
         state = self._new(seed)
         if self.first is None:
@@ -125,10 +122,10 @@ class States:
         self._learner.load(seed, with_weights=with_weights)
         if self.first is not None and (with_weights or self._learner.algorithm.needs_reference):
             self._learner.policy.load_adapter(Path(self.first.path))
-            adapter = self._learner.policy.adapter
-            self._learner.start = None if adapter is None else adapter.copied()
+            for head in self._learner.heads:
+                head.start = None if self._learner.policy.adapter is None else self._learner.policy.adapter.copied()
         optimizer = self._new_optimizer(self._learner.policy.parameters())
-        critic = self._learner.critic
+        critic = next((head for head in self._learner.heads if isinstance(head, Critic)), None)
         if critic is not None:
             rate = self._learner.algorithm.critic_rate or 10 * self._settings.learning_rate
             critic.bind(self._new_optimizer(critic.parameters()), rate)

@@ -122,7 +122,7 @@ def check_memory(
     }
     if trainer is None:
         return notes
-    from trainer.model.memory import least_bytes
+    from trainer.features.devices import least_bytes
 
     needed = least_bytes(trainer, size, len(gpus.trainer))
     is_shared = any(gpus.trainer[0] in engine for engine in gpus.engines) and not trainer.engine_sleep_level

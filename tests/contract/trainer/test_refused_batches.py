@@ -12,8 +12,7 @@ from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 
 from trainer.checks.gap import Verdicts
 from trainer.claims.claims import Claims
-from trainer.model.memory import OUT_OF_MEMORY
-from trainer.update import check_fitting
+from trainer.features.memory import OUT_OF_MEMORY, check_fitting
 from turnwise.errors import SettingsError
 from turnwise.features import consent
 from turnwise.features.experts import EXPERTS as ROUTING

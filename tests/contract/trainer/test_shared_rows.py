@@ -13,7 +13,6 @@ from support.experience_factory import experience
 from support.tiny_models import SIZES, VOCABULARY, load_model, make_model
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from trainer.algorithms.algorithm import step_weights
 from trainer.batch.batch import build
 from trainer.batch.forest import dense_mask
 from trainer.features import Settings
@@ -109,7 +108,7 @@ def forest_and_loss(reference):
     agent_rule = Settings(algorithm={"name": "grpo"}, row_tokens=512)
     advantages = [np.array([1.0]), np.array([-0.5]), np.array([2.0])]
     batch = build(branching(reference), advantages, policy_version=0)
-    weights = torch.from_numpy(step_weights(batch, range(3), agent_rule.algorithm) * batch.table.advantages)
+    weights = torch.from_numpy(agent_rule.algorithm.weights(batch, range(3)) * batch.table.advantages)
 
     def loss(logprobs):
         return -(weights * logprobs).sum()

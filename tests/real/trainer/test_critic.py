@@ -158,7 +158,7 @@ def test_a_step_that_the_critics_gradient_stops_is_counted_and_logged(tmp_path, 
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
     before = [value.clone() for value in workflow.agent.policy.parameters()]
-    clip, own = workflow.agent._clip, workflow.agent.critic.parameters()
+    clip, own = workflow.agent._clip, workflow.agent.heads[0].parameters()
     monkeypatch.setattr(workflow.agent, "_clip", lambda found: np.inf if found[0] is own[0] else clip(found))
     metrics, _ = workflow.step(state)
     assert (metrics["num_updates"], metrics["num_skipped_updates"], metrics["grad_norm"]) == (1, 1, None)

@@ -15,11 +15,11 @@ from support.trainer_ledger import Rollouts, settings_for, train
 
 from trainer.batch.batch import build
 from trainer.features import Settings
+from trainer.features.devices import Sharded, leave_world
+from trainer.features.memory import RECOMPUTED, MemoryLimits, OutOfMemory, SavingAgent, read_limits
 from trainer.main import run
-from trainer.model.agent import RECOMPUTED, OutOfMemory, PolicyAgent
-from trainer.model.memory import MemoryLimits, read_limits
+from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.parallel import World, leave_world
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.features.page import overview
@@ -35,9 +35,9 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only_unless_memory_is
     settings = settings_for(tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
-    workflow.agent.save_memory(MemoryLimits(syncs_every_row=is_every))
+    workflow.agent.syncs_every_row = is_every
     wanted = [True]
-    state.policy.mesh_axis = "data"  # as if it were sharded
+    state.policy.place = Sharded()  # as if it were
     state.policy.model.set_requires_gradient_sync = wanted.append
 
     def backward(self):
@@ -53,17 +53,17 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only_unless_memory_is
 
 def small_memory(monkeypatch, most_tokens, most_recomputed=None):
     """Raise an out-of-memory error for rows of more tokens, as a device does; recomputed ones may be longer."""
-    real = Policy.logprobs
+    real = Policy.outputs
 
-    def logprobs(self, inputs):
-        most = most_recomputed if self.is_checkpointed and most_recomputed is not None else most_tokens
+    def outputs(self, inputs):
+        most = most_recomputed if self.base.is_gradient_checkpointing and most_recomputed is not None else most_tokens
         if inputs.tokens.shape[1] > most:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return real(self, inputs)
 
     for check in ("check_repeatable", "measured_alone"):  # their rows are not of the test
         monkeypatch.setattr(f"trainer.model.model.{check}", lambda *_: None)
-    monkeypatch.setattr(Policy, "logprobs", logprobs)
+    monkeypatch.setattr(Policy, "outputs", outputs)
 
 
 def test_activations_are_recomputed_before_rows_become_shorter_or_a_group_is_left_out(
@@ -76,7 +76,7 @@ def test_activations_are_recomputed_before_rows_become_shorter_or_a_group_is_lef
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(0))
     workflow.close()
-    assert workflow.agent.policy.is_checkpointed
+    assert workflow.agent.policy.base.is_gradient_checkpointing
     assert workflow.agent.row_tokens < 200
     assert (state.progress.num_groups, state.progress.num_refused_groups) == (3, 0)
     recomputed, shortened = caplog.text.index(RECOMPUTED), caplog.text.index("rows hold at most")
@@ -121,7 +121,7 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
 
 def test_a_model_that_leaves_no_memory_for_a_row_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
     small_memory(monkeypatch, 10)
-    monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
+    monkeypatch.setattr(SavingAgent, "_probes_rows", lambda _: True)
     settings = settings_for(tmp_path, model, row_tokens=64)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     with pytest.raises(SettingsError, match="a row of 16 tokens does not fit into the memory of cpu"):
@@ -172,7 +172,7 @@ def test_gpt_oss_is_sharded_although_it_has_no_sdpa(gpt_oss):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         policy, whole = Policy(gpt_oss), Policy(gpt_oss)
-        policy.mesh_axis = "data"
+        policy.place = Sharded()
         policy.load(0)
         whole.load(0)
         expected = whole.trained_state()
@@ -224,21 +224,18 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
     settings = settings_for(tmp_path, model, row_tokens=row_tokens, total_batches=1, num_threads=1)
     rows = []
 
-    def logprobs(_policy, inputs):
+    def outputs(_policy, inputs):
         rows.append(inputs.tokens.shape[1])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     for check in ("check_repeatable", "measured_alone"):
         monkeypatch.setattr(f"trainer.model.model.{check}", lambda *_: None)
-    monkeypatch.setattr(Policy, "logprobs", logprobs)
-    monkeypatch.setattr(World, "own", lambda _world, rows, _cost: [(row, True) for row in rows])
-    monkeypatch.setattr(World, "from_first", lambda _world, ask: ask())
-    monkeypatch.setattr(World, "share", lambda _world, item: item)
+    monkeypatch.setattr(Policy, "outputs", outputs)
     found = []
     for _ in range(3):
         workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
         state = workflow.setup(0)
-        found.append((workflow.agent.policy.is_checkpointed, len(rows)))
+        found.append((workflow.agent.policy.base.is_gradient_checkpointing, len(rows)))
         workflow.agent.world.size = 2
         with pytest.raises(OutOfMemory):
             workflow.learn(state)

@@ -21,8 +21,8 @@ from support.world_tasks import (
 )
 from torch import Tensor
 
+from trainer.features.memory import MemoryLimits, read_limits
 from trainer.main import check_startable
-from trainer.model.memory import MemoryLimits, read_limits
 from turnwise.errors import SettingsError
 from turnwise.features.experts import EXPERTS as ROUTING
 

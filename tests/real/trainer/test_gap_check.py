@@ -19,6 +19,7 @@ from trainer.batch.batch import build
 from trainer.checks import gap as gap_check
 from trainer.features import FEATURES, Settings
 from trainer.features.experts import Experts
+from trainer.features.memory import checkpoint_layers
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from turnwise.errors import EngineDisagrees
@@ -232,7 +233,9 @@ def test_packed_rows_use_the_experts_of_each_token_as_if_they_were_forced_one_by
 def test_the_gradient_reaches_the_routers_and_is_the_same_with_recomputed_activations(directory):
     gradients = []
     for checkpointing in (False, True):
-        policy = loaded(directory, gradient_checkpointing=checkpointing)
+        policy = loaded(directory)
+        if checkpointing:
+            checkpoint_layers(policy)
         agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
         found = routed_sessions(1)
         agent.accumulate_gradient(batch_of(found), range(len(found)))

@@ -14,7 +14,7 @@ from torch import tensor
 
 from proxy.features.page.summaries import summarise_updates
 from trainer.algorithms import chord
-from trainer.algorithms.algorithm import loss_of, parts, step_weights
+from trainer.algorithms.algorithm import loss_of
 from trainer.algorithms.chord import phi
 from trainer.batch.batch import build, minibatches
 from trainer.batch.ratios import TrainedTokens
@@ -222,9 +222,9 @@ def test_the_loss_of_a_step_is_the_weighted_sum_of_both_means_by_hand():
     sessions = [experience(session_id=name) for name in ("a", "i", "j")]
     batch = build(sessions, [np.ones(1)] * 3, policy_version=0, num_imported=2, mu=0.2)
     chord = algorithm("chord")
-    weights = step_weights(batch, [0, 1, 2], chord)
+    weights = chord.weights(batch, [0, 1, 2])
     close(weights, [0.4, 0.4, 0.05, 0.05, 0.05, 0.05])
-    close(step_weights(batch, [0], chord), [0.5, 0.5, 0, 0, 0, 0])
+    close(chord.weights(batch, [0]), [0.5, 0.5, 0, 0, 0, 0])
     tokens = TrainedTokens(
         logprobs=tensor([-1.0, -2.0, *[-LN2] * 4]),
         entropy=torch.zeros(6),
@@ -234,9 +234,9 @@ def test_the_loss_of_a_step_is_the_weighted_sum_of_both_means_by_hand():
         sequence=tensor([0, 0, 1, 1, 2, 2]),
         is_imported=tensor([False, False, True, True, True, True]),
     )
-    sampled, imported = parts(tokens)
+    (sampled, _), (imported, own) = chord.parts(tokens)
     close(loss_of(sampled, chord), -0.8)
-    close(loss_of(imported, chord.imitation.algorithm), 0.2 * LN2)
+    close(loss_of(imported, own), 0.2 * LN2)
     close(loss_of(imported, algorithm("chord", imitation="phi").imitation.algorithm), 0.05 * LN2)
 
 
@@ -248,7 +248,7 @@ def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
         sequence=tensor([0, 0]),
         is_imported=tensor([True, True]),
     )
-    sampled, _ = parts(tokens)
+    (sampled, _), _ = algorithm("chord").parts(tokens)
     for name in ("grpo", "gspo", "topr", "cispo"):
         assert loss_of(sampled, algorithm(name, off_policy_mask=0.1)).item() == 0.0
 

@@ -11,6 +11,7 @@ from support.trainer_ledger import Rollouts, settings_for
 from trainer.batch.batch import Batch, build
 from trainer.batch.chain import chain_of
 from trainer.features import Settings
+from trainer.features.memory import checkpoint_layers
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
@@ -61,7 +62,8 @@ def count_passes(policy) -> list[None]:
 def test_gradient_checkpointing_changes_no_number(model, batch, kind):
     """The backward pass computes the layers again; also with LoRA, whose inputs need no gradient otherwise."""
     plain = policy_for(model, kind=kind, lora_rank=4)
-    checkpointed = policy_for(model, kind=kind, lora_rank=4, gradient_checkpointing=True)
+    checkpointed = policy_for(model, kind=kind, lora_rank=4)
+    checkpoint_layers(checkpointed)
     passes = {policy: count_passes(policy) for policy in (plain, checkpointed)}
     loss, gradient = loss_and_gradient(plain, batch)
     again, gradient_again = loss_and_gradient(checkpointed, batch)

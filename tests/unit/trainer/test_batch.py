@@ -197,7 +197,7 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, algorithm):
     total = 0.0
     rows = pack(batch, range(len(experiences)), row_tokens)
     for row in rows:
-        loss = loss_of(agent._tokens(*row_data(policy, batch, row, weights, None)), agent.algorithm)
+        loss = loss_of(agent.tokens(*row_data(policy, batch, row, weights, None)), agent.algorithm)
         loss.backward()
         total += loss.item()
     gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])

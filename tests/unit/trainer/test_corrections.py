@@ -11,8 +11,8 @@ from trainer.algorithms.correction import Correction, corrected_turn, hinted_pro
 from trainer.algorithms.teachers import Teacher
 from trainer.batch.batch import build
 from trainer.batch.selection import Selection, SelectionRule, offer
-from trainer.parallel import World
 from trainer.update import Updates
+from trainer.world import World
 from turnwise.errors import BatchRefused
 from turnwise.features.feedback import HINTS
 
