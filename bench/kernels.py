@@ -27,8 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainer.batch.forest import Forest, Layout, block_mask, dense_mask
 from trainer.batch.logprobs import token_logprobs
 from trainer.features.supports.grammars import GrammarMasks
-from trainer.features.supports.processors import Processing, RowProcessors, SampledTurn
-from trainer.features.supports.turns import TurnProcessors
+from trainer.features.supports.processors import Processing, RowProcessors, SampledTurn, TurnProcessors
 from turnwise.engine_plugin.supports import from_text, to_text
 from turnwise.features.supports import pack, unpack
 

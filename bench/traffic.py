@@ -191,7 +191,7 @@ class Learner(threading.Thread):
                 continue
             keys = [group.key for group in batch.claim.groups]
             chosen = select(batch.experiences, keys, algorithm, SelectionRule(), window)
-            window = moved_on(window, chosen.single_rows)
+            window = moved_on(window, chosen.single_values)
             chances, step = CHANCES[f"v{self.version}"], np.zeros(len(BEHAVIOURS))
             for one, advantages in zip(chosen.experiences, chosen.advantages, strict=True):
                 for behaviour in self._month.behaviours[one.session_id]:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.features.supports.processors import SampledTurn, apply_to_turn
-from trainer.features.supports.turns import TurnProcessors, Vocabulary, processors
+from trainer.features.supports.processors import SampledTurn, TurnProcessors, apply_to_turn
+from trainer.features.supports.turns import Vocabulary, processors
 from trainer.model.loading import is_capped, model_class, read_config
 from turnwise.features.supports import unpack
 from turnwise.sampling import SUPPORT, temperature_of

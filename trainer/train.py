@@ -32,9 +32,8 @@ from trainer.evaluate import Evaluator
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.heads import Head, Reference
-from trainer.model.model import Policy
+from trainer.model.model import Policy, Whole
 from trainer.model.optimizer import make_optimizer
-from trainer.model.placement import Whole
 from trainer.model.terms import Term
 from trainer.publish.checkpoint import Checkpoints
 from trainer.publish.weight_server import WeightServer
@@ -296,7 +295,7 @@ class Training:
     def _train(self, state: State, claimed: ClaimedBatch, selection: Selection) -> tuple[Json, State]:
         started = time.monotonic()
         batch, metrics = self.updates.batch_of(claimed, selection, state)
-        state = dataclasses.replace(state, singles=moved_on(state.singles, selection.single_rows))
+        state = dataclasses.replace(state, singles=moved_on(state.singles, selection.single_values))
         if batch is None:
             return self._finish_untrained(state, claimed, metrics, selection)
         try:

@@ -7,7 +7,7 @@ import numpy as np
 
 from trainer.algorithms.algorithm import Algorithm, select
 from trainer.algorithms.loading import load
-from trainer.batch.advantages import Row
+from trainer.batch.advantages import SingleValue
 from trainer.batch.selection import Selection, SelectionRule, offer
 from turnwise.chains import Experience
 from turnwise.credit import Floats
@@ -24,7 +24,7 @@ def assigned(experiences: Sequence[Experience], name: str, **settings: Any) -> l
 
 
 def selected(
-    experiences: Sequence[Experience], chosen: Algorithm, window: Sequence[Row] = (), **rule: Any
+    experiences: Sequence[Experience], chosen: Algorithm, window: Sequence[SingleValue] = (), **rule: Any
 ) -> Selection:
     return select(experiences, keys_of(experiences), chosen, SelectionRule(**rule), window)
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.batch.chain import Chain, chain_of
-from trainer.features.supports.term import with_processors
-from trainer.features.supports.turns import Vocabulary
+from trainer.features.supports.turns import Vocabulary, with_processors
 from turnwise.chains import EID, Experience
 
 

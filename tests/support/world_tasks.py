@@ -17,10 +17,9 @@ from trainer.claims.ledger import RunProgress
 from trainer.features import FEATURES, Settings, devices
 from trainer.features.devices import Processes, Sharded
 from trainer.model import model
-from trainer.model.agent import PolicyAgent
+from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints
-from trainer.versions.schedule import Schedule
 from trainer.versions.state import State
 from trainer.workflows import OnPolicyWorkflow
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from trainer.batch import selection
-from trainer.batch.advantages import Row
+from trainer.batch.advantages import SingleValue
 from trainer.batch.batch import Aggregation, Batch, Reals
 from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
@@ -151,7 +151,7 @@ def select(
     keys: Iterable[GroupKey],
     algorithm: Algorithm,
     rule: SelectionRule,
-    window: Sequence[Row] = (),
+    window: Sequence[SingleValue] = (),
 ) -> Selection:
     """Return what is trained of the experiences of the claimed groups with these keys."""
     needs = algorithm.needs_behaviour

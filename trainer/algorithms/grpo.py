@@ -18,14 +18,14 @@ from torch import Tensor
 from trainer.algorithms.algorithm import Group, Weighed, needed
 from trainer.batch.advantages import (
     PastValues,
-    Row,
+    SingleValue,
     bucket_for,
     by_bucket,
     compared,
     groups_of,
-    named_rows,
+    named_values,
     past_values,
-    single_rows,
+    single_values,
     uniform_groups,
     whiten,
 )
@@ -76,7 +76,7 @@ class PolicyGradient(Weighed):
 
     def choose(self, offer: Selection) -> Selection:
         """Choose the groups with an advantage. Turns that are left out still count in their group's baseline."""
-        rows = self.single_rows(offer)
+        rows = self.single_values(offer)
         past = past_values(offer.window, rows)
         advantages = self.assign(offer, past)
         uniform = set() if self.credits_tokens else uniform_groups(offer.offered, advantages)
@@ -87,7 +87,7 @@ class PolicyGradient(Weighed):
         ]
         for key, why in without_advantage(offer, uniform, rows, past).items():
             offer.refuse(key, why)
-        return offer.choose([chain for chain, _ in kept], [turns for _, turns in kept], single_rows=rows)
+        return offer.choose([chain for chain, _ in kept], [turns for _, turns in kept], single_values=rows)
 
     def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
         """Return the advantages of every experience, of each turn [K] or of each token [L]."""
@@ -113,10 +113,10 @@ class PolicyGradient(Weighed):
         """Return the advantages of values that are compared with each other: of sessions, or of turns at one step."""
         return normalised(values)
 
-    def single_rows(self, offer: Selection) -> list[Row]:
+    def single_values(self, offer: Selection) -> list[SingleValue]:
         if not self.compares_singles:
             return []
-        return single_rows(offer.offered, offer.kind_pattern)
+        return single_values(offer.offered, offer.kind_pattern)
 
     @abc.abstractmethod
     def policy_loss(self, tokens: TrainedTokens) -> Tensor:
@@ -126,18 +126,14 @@ class PolicyGradient(Weighed):
         settings = self.settings
         if settings.kl_coef and settings.kl_in == "reward":
             tokens.advantages = kl_in_advantages(tokens, settings.kl_coef)
-        loss_M = self.policy_loss(tokens) * importance_gate(tokens, settings) * self._importance_weight(tokens)
+        is_carried = tokens.proximal is None and self.has_ratio  # the loss has the ratio to the policy that sampled
+        weight = 1.0 if is_carried else importance_weight(tokens, settings)
+        loss_M = self.policy_loss(tokens) * importance_gate(tokens, settings) * weight
         if settings.entropy_coef:
             loss_M = loss_M - settings.entropy_coef * tokens.entropy
         if settings.kl_coef and settings.kl_in == "loss":
             loss_M = loss_M + settings.kl_coef * kl(tokens.logprobs, needed(tokens.reference))
         return loss_M
-
-    def _importance_weight(self, tokens: TrainedTokens) -> Tensor | float:
-        """Return the weight that corrects for the policy that sampled; 1 where the loss carries that ratio itself."""
-        if tokens.proximal is None and self.has_ratio:
-            return 1.0
-        return importance_weight(tokens, self.settings)
 
 
 class GRPO(PolicyGradient):
@@ -263,8 +259,8 @@ class GDPO(GRPO):
             for one, member in zip(offer.offered, members, strict=True)
         ]
 
-    def single_rows(self, offer: Selection) -> list[Row]:
-        return named_rows(offer.offered, offer.kind_pattern)
+    def single_values(self, offer: Selection) -> list[SingleValue]:
+        return named_values(offer.offered, offer.kind_pattern)
 
 
 def dr_grpo(values: Floats) -> Floats:

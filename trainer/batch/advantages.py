@@ -73,7 +73,9 @@ def shape_rewards(
     shaped = []
     for experience in experiences:
         own = combine(experience.named_rewards, experience.metadata)
-        reward = _weighed(experience, rule) if own is None else float(own)
+        if own is None and rule.reward_weights:
+            own = sum(rule.reward_weights.get(name, 1.0) * value for name, value in experience.named_rewards.items())
+        reward = experience.reward if own is None else float(own)
         penalty = overlong_penalty(lengths[experience.session_key], rule)
         changed = reward != experience.reward or penalty
         shaped.append(_with_reward(experience, reward, penalty) if changed else experience)
@@ -90,12 +92,6 @@ def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
     buffer = rule.overlong_tokens * OVERLONG_SHARE
     over = num_tokens - (rule.overlong_tokens - buffer)
     return OVERLONG_PENALTY * min(max(over / buffer, 0.0), 1.0)
-
-
-def _weighed(experience: Chain, rule: RewardRule) -> float:
-    if not rule.reward_weights:
-        return experience.reward
-    return sum(rule.reward_weights.get(name, 1.0) * value for name, value in experience.named_rewards.items())
 
 
 def _with_reward(experience: Chain, reward: float, penalty: float) -> Chain:
@@ -115,7 +111,7 @@ class Bucket(NamedTuple):
     """`session`, a step, or the name of a reward."""
 
 
-class Row(NamedTuple):
+class SingleValue(NamedTuple):
     """One value of a single session."""
 
     kind: str
@@ -162,7 +158,7 @@ def baseline(values: Floats, past: Floats, *, is_scaled: bool) -> Floats:
     return scaled
 
 
-def past_values(rows: Iterable[Row], batch: Collection[Row]) -> PastValues:
+def past_values(rows: Iterable[SingleValue], batch: Collection[SingleValue]) -> PastValues:
     """Return the values in the window by bucket, without those of the batch's own sessions."""
     own = {row.session for row in batch}
     found: dict[Bucket, list[float]] = defaultdict(list)
@@ -172,7 +168,7 @@ def past_values(rows: Iterable[Row], batch: Collection[Row]) -> PastValues:
     return {bucket: np.array(values, np.float64) for bucket, values in found.items()}
 
 
-def moved_on(rows: Sequence[Row], batch: Sequence[Row]) -> tuple[Row, ...]:
+def moved_on(rows: Sequence[SingleValue], batch: Sequence[SingleValue]) -> tuple[SingleValue, ...]:
     """Return the window after a batch: its values replace those of the same sessions, and the oldest ones leave."""
     own = {row.session for row in batch}
     known: dict[Bucket, int] = defaultdict(int)
@@ -184,7 +180,7 @@ def moved_on(rows: Sequence[Row], batch: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(reversed(kept[:MOST_ROWS]))
 
 
-def why_without_advantage(rows: Sequence[Row], batch: Sequence[Row], past: PastValues) -> str:
+def why_without_advantage(rows: Sequence[SingleValue], batch: Sequence[SingleValue], past: PastValues) -> str:
     pools = []
     for row in rows:
         others = past.get(row.bucket, np.empty(0))
@@ -287,9 +283,9 @@ def groups_of(experiences: Sequence[Chain], without: Collection[int]) -> list[li
     return list(members.values())
 
 
-def single_rows(experiences: Sequence[Chain], kind_pattern: str | None) -> list[Row]:
-    rows: dict[Row, None] = {}  # a session with several chains of a kind has one value
-    by_turn: list[Row] = []
+def single_values(experiences: Sequence[Chain], kind_pattern: str | None) -> list[SingleValue]:
+    rows: dict[SingleValue, None] = {}  # a session with several chains of a kind has one value
+    by_turn: list[SingleValue] = []
     for experience in (one for one in experiences if one.is_single):
         if experience.is_by_step:
             steps = zip(experience.turn_steps, experience.turn_returns, strict=True)
@@ -299,8 +295,8 @@ def single_rows(experiences: Sequence[Chain], kind_pattern: str | None) -> list[
     return [*rows, *by_turn]
 
 
-def named_rows(experiences: Sequence[Chain], kind_pattern: str | None) -> list[Row]:
-    rows: dict[Row, None] = {}
+def named_values(experiences: Sequence[Chain], kind_pattern: str | None) -> list[SingleValue]:
+    rows: dict[SingleValue, None] = {}
     for experience in (one for one in experiences if one.is_single):
         named = experience.named_rewards.items()
         rows |= {_row(experience, f"reward {name}", value, kind_pattern): None for name, value in named}
@@ -312,6 +308,6 @@ def uniform_groups(experiences: Sequence[Chain], advantages: Sequence[Floats]) -
     return {experience.group_key for experience in experiences} - telling
 
 
-def _row(experience: Chain, part: int | str, value: float, kind_pattern: str | None) -> Row:
+def _row(experience: Chain, part: int | str, value: float, kind_pattern: str | None) -> SingleValue:
     bucket = bucket_of(experience, str(part), kind_pattern)
-    return Row(*bucket, name_digest(experience.session_key), float(value))
+    return SingleValue(*bucket, name_digest(experience.session_key), float(value))

@@ -135,18 +135,20 @@ def build(
     places = [_trained(each, needs_behaviour=ratio) for each, ratio in zip(experiences, has_ratio, strict=True)]
     counts = [len(place) for place in places]
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    columns = [(e, p, a) for e, p, a in zip(experiences, places, advantages, strict=True)]
+    columns = list(zip(experiences, places, advantages, strict=True))
     table = TokenTable(
         experience=np.repeat(np.arange(len(experiences)), counts),
         session=np.repeat([sessions.setdefault(each, len(sessions)) for each in members], counts).astype(int),
         place=_joined([p for _, p, _ in columns], np.int64),
         target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
         behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),
-        advantages=_joined([_of_tokens(e, p, a) for e, p, a in columns], np.float32),
+        advantages=_joined([a[e.turn_index[p] if len(a) == len(e.turn_ids) else p] for e, p, a in columns], np.float32),
         temperature=_joined(
             [_scale(e, p, has_ratio=ratio) for ratio, (e, p, _) in zip(has_ratio, columns, strict=True)], np.float32
         ),
-        on_policy=np.repeat([_sampled_by(e, policy_version) for e in experiences], counts).astype(np.bool_),
+        on_policy=np.repeat(
+            [e.policy_version_first == e.policy_version_last == policy_version for e in experiences], counts
+        ).astype(np.bool_),
     )
     return Batch(
         experiences=experiences,
@@ -257,18 +259,9 @@ def _trained(experience: Chain, *, needs_behaviour: bool) -> Indices:
     return trained[experience.is_known[trained]] if needs_behaviour else trained
 
 
-def _of_tokens(experience: Chain, places: Indices, advantages: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    by_turn = len(advantages) == len(experience.turn_ids)
-    return advantages[experience.turn_index[places] if by_turn else places]
-
-
 def _scale(experience: Chain, places: Indices, *, has_ratio: bool) -> Reals:
     scale: Reals = experience.temperatures[experience.turn_index[places]]
     return scale if has_ratio else np.ones_like(scale)
-
-
-def _sampled_by(experience: Chain, version: int) -> bool:
-    return experience.policy_version_first == experience.policy_version_last == version
 
 
 def _inputs(batch: Batch, member: int) -> Keys:

@@ -147,7 +147,9 @@ def chain_of(experience: Experience) -> Chain:
         rewards=info.get("rewards") or {},
         metadata=info.get("metadata") or {},
         temperatures=np.array([temperature_of(sampling) or 1.0 for sampling in samplings], np.float32),
-        without_ratio=[_without_ratio(sampling) for sampling in samplings] if is_sampled else [None] * num_turns,
+        without_ratio=[left_out_by(each, ()) or first_of(PROCESSED, each) for each in samplings]
+        if is_sampled
+        else [None] * num_turns,
         is_known=np.ones(len(experience.tokens), np.bool_),
         terms={},
     )
@@ -156,7 +158,3 @@ def chain_of(experience: Experience) -> Chain:
 def samplings_of(experience: Experience) -> list[Json]:
     """Return the sampling parameters of each turn. [K]."""
     return list(experience.info.get("sampling") or [{}] * len(experience.turn_ids))
-
-
-def _without_ratio(sampling: Json) -> str | None:
-    return left_out_by(sampling, ()) or first_of(PROCESSED, sampling)

@@ -13,7 +13,7 @@ of a row, B blocks of a row, L tokens of one sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,9 @@ class Forest:
             child = segment.children.get(int(tokens[done]))
             if child is None:
                 break
-            segment, shared = child, _common_prefix(child.tokens, tokens[done:])
+            length = min(len(child.tokens), len(tokens) - done)
+            different = np.flatnonzero(child.tokens[:length] != tokens[done : done + length])
+            segment, shared = child, int(different[0]) if len(different) else length
             done += shared
         return segment, shared, done
 
@@ -109,15 +111,14 @@ class Forest:
         )
 
     def places(self, tokens: Keys) -> Indices:
-        return np.concatenate(list(self._walk(tokens)))
-
-    def _walk(self, tokens: Keys) -> Iterator[Indices]:
         segment, done = self._top, 0
+        found: list[Indices] = []
         while done < len(tokens):
             segment = segment.children[int(tokens[done])]
             length = min(len(segment.tokens), len(tokens) - done)
-            yield segment.start + np.arange(length)
+            found.append(segment.start + np.arange(length))
             done += length
+        return np.concatenate(found)
 
 
 def side_by_side(sequences: Sequence[Keys]) -> tuple[Layout, list[Indices]]:
@@ -129,12 +130,6 @@ def side_by_side(sequences: Sequence[Keys]) -> tuple[Layout, list[Indices]]:
         subtree_end=np.repeat(ends, lengths),
     )
     return layout, [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-
-
-def _common_prefix(left: Keys, right: Keys) -> int:
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
 
 
 def dense_mask(layout: Layout, device: torch.device) -> Tensor:

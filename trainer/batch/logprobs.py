@@ -112,7 +112,7 @@ class _Logprobs(torch.autograd.Function):
         normaliser_U = torch.empty(len(given), dtype=torch.float32, device=which.device)
         entropy_U, selected = torch.empty_like(normaliser_U), normaliser_U.new_zeros(len(which))
         for chunk in _chunks(given, weight_VH):
-            scaled_CV, _ = _scaled(_logits(given[chunk], weight_VH), temperature_U, processing, chunk)
+            scaled_CV, _ = _scaled(given, weight_VH, temperature_U, processing, chunk)
             log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
             entropy_U[chunk] = _entropy(log_p_CV, processing)
             place, inside = _places_in(chunk, which)
@@ -137,7 +137,7 @@ class _Logprobs(torch.autograd.Function):
         is_direct = weight_VH is None and ctx.processing is None
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
         for chunk in _chunks(given, weight_VH):
-            scaled_CV, scales = _scaled(_logits(given[chunk], weight_VH), temperature_U, ctx.processing, chunk)
+            scaled_CV, scales = _scaled(given, weight_VH, temperature_U, ctx.processing, chunk)
             log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
             gradient_CV = _softmax_gradient(
                 log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
@@ -158,10 +158,6 @@ class _Logprobs(torch.autograd.Function):
         return gradient, weight_gradient, None, None, None, None
 
 
-def _logits(given: Tensor, weight_VH: Tensor | None) -> Tensor:
-    return given if weight_VH is None else given @ weight_VH.T
-
-
 def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
     """Return the place of each trained token's predictor in a chunk, and whether it lies there. [m] each.
 
@@ -172,9 +168,10 @@ def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(
-    logits_CV: Tensor, temperature_U: Tensor, processing: Processing | None, chunk: slice
+    given: Tensor, weight_VH: Tensor | None, temperature_U: Tensor, processing: Processing | None, chunk: slice
 ) -> tuple[Tensor, Sequence[Scale]]:
     """Return the float32 logits of a chunk after all processors, and where their derivative is not that of a scale."""
+    logits_CV = given[chunk] if weight_VH is None else given[chunk] @ weight_VH.T
     temperature_C = temperature_U[chunk, None]
     if processing is None:
         return logits_CV.float() / temperature_C, ()

@@ -20,7 +20,7 @@ from trainer.batch.advantages import (
     UNIFORM,
     PastValues,
     RewardRule,
-    Row,
+    SingleValue,
     shape_rewards,
     why_without_advantage,
 )
@@ -74,7 +74,7 @@ class Selection:
     """The claimed groups that may be trained."""
     reasons: Sequence[str | None] = ()
     """Why each offered chain is not trained whatever the algorithm says; None where it may be."""
-    window: Sequence[Row] = ()
+    window: Sequence[SingleValue] = ()
     """Values of earlier single sessions."""
     kind_pattern: str | None = None
     experiences: Sequence[Chain] = ()
@@ -84,7 +84,7 @@ class Selection:
     chosen: Sequence[bool] | None = None
     num_imported: int = 0
     """The last experiences that are imported ones, mixed in."""
-    single_rows: Sequence[Row] = ()
+    single_values: Sequence[SingleValue] = ()
     refused: dict[GroupKey, str] = dataclasses.field(default_factory=dict)
     """Why groups are not trained. An experience may be of a group that was refused after it was chosen."""
 
@@ -149,7 +149,7 @@ def offer(
     experiences: Sequence[Chain],
     keys: Iterable[GroupKey],
     rule: SelectionRule,
-    window: Sequence[Row],
+    window: Sequence[SingleValue],
     reward: Callable[[Mapping[str, float], Json], float | None],
     *,
     needs_behaviour: bool = True,
@@ -164,11 +164,15 @@ def offer(
     keys = [key for key in keys if key not in too_large]
     fit = [experience for experience in shaped if experience.group_key not in too_large]
     reasons = _left_out(fit, rule, needs_behaviour=needs_behaviour)
+    trained = {one.group_key for one, reason in zip(fit, reasons, strict=True) if reason is None}
+    refused = dict.fromkeys((key for key in keys if key not in trained), NO_TRAINABLE_TURN)
+    first = {one.group_key: reason for one, reason in reversed(list(zip(fit, reasons, strict=True))) if reason}
+    refused |= {key: reason for key, reason in first.items() if key not in trained}
     return Selection(
         offered=fit,
         keys=keys,
         reasons=reasons,
-        refused=too_large | _groups_left_out(fit, reasons, keys),
+        refused=too_large | refused,
         window=window,
         kind_pattern=rule.kind_pattern,
     )
@@ -250,9 +254,9 @@ def _groups_too_large(experiences: Sequence[Chain]) -> dict[GroupKey, str]:
 
 
 def without_advantage(
-    offer: Selection, groups: Collection[GroupKey], rows: Sequence[Row], past: PastValues
+    offer: Selection, groups: Collection[GroupKey], rows: Sequence[SingleValue], past: PastValues
 ) -> dict[GroupKey, str]:
-    of_session: dict[str, list[Row]] = defaultdict(list)
+    of_session: dict[str, list[SingleValue]] = defaultdict(list)
     for row in rows:
         of_session[row.session].append(row)
     found = {}
@@ -279,16 +283,3 @@ def _left_out(experiences: Sequence[Chain], rule: SelectionRule, *, needs_behavi
         return None
 
     return [reason(experience) for experience in experiences]
-
-
-def _groups_left_out(
-    experiences: Sequence[Chain], reasons: Sequence[str | None], keys: Sequence[GroupKey]
-) -> dict[GroupKey, str]:
-    refused = dict.fromkeys(keys, NO_TRAINABLE_TURN)
-    for experience, reason in reversed(list(zip(experiences, reasons, strict=True))):
-        if reason is not None:
-            refused[experience.group_key] = reason
-    for experience, reason in zip(experiences, reasons, strict=True):
-        if reason is None:
-            refused.pop(experience.group_key, None)
-    return refused

@@ -36,8 +36,7 @@ from trainer.model.loading import (
     quantised_by,
     trainable_config,
 )
-from trainer.model.model import Policy
-from trainer.model.placement import Whole
+from trainer.model.model import Policy, Whole
 from trainer.publish.checkpoint import SHARE, comes_true
 from trainer.settings import TrainerSettings
 from trainer.world import World
@@ -86,6 +85,11 @@ class Processes(World):
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return cast("Item", box[0])
 
+    def gather(self, item: Item) -> list[Item]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, item, group=self.control_group)
+        return found
+
     def check_shared(self, directory: Path) -> None:
         """Check that all processes see one directory, which the first one has opened.
 
@@ -109,8 +113,7 @@ class Processes(World):
                 return False
 
         nonce = self.from_first(write)
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, (socket.gethostname(), comes_true(is_seen)), group=self.control_group)
+        found = self.gather((socket.gethostname(), comes_true(is_seen)))
         strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
         if strange:
             raise SettingsError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -20,9 +21,9 @@ from trainer.batch.batch import Batch, Reals, Row, pack
 from trainer.batch.ratios import Gauges, TrainedTokens
 from trainer.model.heads import Head
 from trainer.model.inputs import RowInputs, ahead, on_device
-from trainer.model.model import Policy
-from trainer.model.placement import Whole
+from trainer.model.model import Policy, Whole
 from trainer.settings import TrainerSettings
+from turnwise.errors import SettingsError
 
 RowData = tuple[RowInputs, functools.partial[TrainedTokens]]
 """A row's inputs, and its tokens but for what the model computes of them."""
@@ -153,8 +154,9 @@ class PolicyAgent:
                 every = self.tokens(*data)
                 (tokens, _), *others = parts = self.algorithm.parts(every)
                 loss = functools.reduce(torch.add, (loss_of(*part) for part in parts))
-                # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-                (self._whole_loss(loss, tokens) * self.world.size).backward()  # type: ignore[no-untyped-call]
+                whole = functools.reduce(lambda known, head: head.with_loss(known, tokens), self.heads, loss)
+                # Processes take the mean of their gradients; the loss is a sum over them.
+                (whole * self.world.size).backward()  # type: ignore[no-untyped-call]
             if counts:
                 with torch.no_grad():
                     of_tokens = self.algorithm.gauges(tokens)
@@ -162,11 +164,6 @@ class PolicyAgent:
                 logprobs[on_device(torch.from_numpy(row.token), self.policy.device)] = every.logprobs.detach()
         gauges.reduce(self.world)
         return gauges, self.world.sum(logprobs).cpu().numpy()
-
-    def _whole_loss(self, loss: Tensor, tokens: TrainedTokens) -> Tensor:
-        for head in self.heads:
-            loss = head.with_loss(loss, tokens)
-        return loss
 
     def tokens(self, inputs: RowInputs, known: functools.partial[TrainedTokens]) -> TrainedTokens:
         logprobs, entropy, output = self.policy.outputs(inputs)
@@ -184,6 +181,40 @@ class PolicyAgent:
                     gathered[torch.from_numpy(row.token).to(self.policy.device)] = found
         result: Reals = self.world.sum(gathered).cpu().numpy()
         return result
+
+
+class Schedule:
+    """The learning rate of each optimizer step: a linear warm-up by steps, then constant, or a fall to zero by batches.
+
+    A batch of few groups takes fewer steps than `num_minibatches`, and one that is refused takes none. By steps a decay
+    would end above zero; a run ends after `total_batches` batches, whatever they were. The rate is a function of the
+    run's counts, so a run can resume under another schedule or rate.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> None:
+        if settings.schedule != "constant" and settings.total_batches is None:
+            raise SettingsError(
+                f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'"
+            )
+        self._optimizer = optimizer
+        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self._kind = settings.schedule
+        self._warmup = settings.num_warmup_updates
+        self._steps_of_batch = settings.num_minibatches * settings.reuse_epochs
+        self._length = max((settings.total_batches or 0) * self._steps_of_batch - self._warmup, 1)
+
+    def set(self, num_updates: int, num_batches: float) -> None:
+        """Set the rates of the next step: after these steps and batches, of the present one the part that is done."""
+        factor = self.factor(num_updates, num_batches)
+        for group, rate in zip(self._optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+
+    def factor(self, num_updates: int, num_batches: float) -> float:
+        risen = min((num_updates + 1) / (self._warmup + 1), 1.0)
+        if self._kind == "constant":
+            return risen
+        done = min(max((num_batches * self._steps_of_batch - self._warmup) / self._length, 0.0), 1.0)
+        return min(risen, 1.0 - done if self._kind == "linear" else (1.0 + math.cos(math.pi * done)) / 2)
 
 
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from trainer.batch.ratios import TrainedTokens
 from trainer.model.heads import Head
 from trainer.model.inputs import RowInputs
-from trainer.model.model import Policy
-from trainer.model.placement import Whole
+from trainer.model.model import Policy, Whole
 from turnwise.errors import SettingsError
 
 NO_SHARDED_CRITIC = (

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from trainer.batch.ratios import TrainedTokens
 from trainer.model.adapters import Adapter
 from trainer.model.inputs import RowInputs
-from trainer.model.model import Policy
-from trainer.model.placement import Whole
+from trainer.model.model import Policy, Whole
 
 
 class Head:

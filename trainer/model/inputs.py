@@ -84,7 +84,9 @@ def row_inputs(
 
     # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
     places = [torch.from_numpy(of[predictor]) for of in (lane, column)]
-    distinct, which = _distinct([*places, temperature], processors)
+    keyed = [*places, temperature, *(() if processors is None else [processors.key])]  # a processed token has its own
+    columns = torch.stack([column.double() for column in keyed])
+    distinct, which = torch.unique(columns, dim=1, return_inverse=True)
     keep, kept = distinct[1].long(), None
     if is_in_lanes:
         keep, of_columns = torch.unique(keep, return_inverse=True)
@@ -107,13 +109,6 @@ def flat_places(layout: Layout, shape: Sequence[int]) -> npt.NDArray[np.int64]:
     num_sequences, width = shape
     column = layout.positions
     return np.arange(len(column)) if num_sequences == 1 else (np.cumsum(column == 0) - 1) * width + column
-
-
-def _distinct(columns: Sequence[Tensor], processors: RowLogits | None) -> tuple[Tensor, Tensor]:
-    """Return the distinct columns, and which is each token's; one of its own for a processed token, for its history."""
-    keyed = columns if processors is None else [*columns, processors.key]
-    distinct, which = torch.unique(torch.stack([column.double() for column in keyed]), dim=1, return_inverse=True)
-    return distinct, which
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from trainer.model.adapters import reach_of
 from trainer.model.traits import why_alone
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
-from turnwise.version_directory import local_files, weight_files
+from turnwise.version_directory import ADAPTER_CONFIG, local_files, read_json, weight_files, why_not_plain
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -211,6 +211,33 @@ def tied_names(model: Any) -> set[str]:
         if first.setdefault(id(parameter), name) != name:
             again.add(name)
     return again
+
+
+def load_adapter(model: Any, directory: Path) -> None:
+    """Load the adapter of a version's files into the present one of a model.
+
+    Raises:
+        BadCheckpoint: It cannot be read, or has another shape.
+    """
+    from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    with bad_checkpoint(f"the adapter {str(directory)!r} cannot be loaded"):
+        saved, own = PeftConfig.from_pretrained(str(directory)), model.peft_config["default"]
+        for name in ("r", "lora_alpha", "target_modules"):
+            if getattr(saved, name, None) != getattr(own, name):
+                raise BadCheckpoint(
+                    f"the adapter {str(directory)!r} has {name}={getattr(saved, name, None)!r}, and the trainer's "
+                    f"settings give {getattr(own, name)!r}: start from an adapter of the same shape, or set "
+                    "lora_rank and lora_targets"
+                )
+        weights = load_peft_weights(str(directory), device="cpu")
+        if reason := why_not_plain(read_json(directory / ADAPTER_CONFIG), weights):
+            raise BadCheckpoint(f"the adapter {str(directory)!r} {reason}, and the trainer computes plain LoRA")
+        own_names = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+        if strange := sorted(weights.keys() ^ own_names):
+            which = "lacks" if strange[0] in own_names else "has"
+            raise BadCheckpoint(f"the adapter {str(directory)!r} {which} {strange[0]!r}, unlike the trainer's own")
+        set_peft_model_state_dict(model, weights)
 
 
 def copy_tokenizer(source: str, directory: Path) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,18 +38,48 @@ from trainer.model.loading import (
     tied_names,
     use_liger,
 )
-from trainer.model.placement import Whole
 from trainer.model.terms import Around, Term
 from trainer.model.traits import check_repeatable, measured_alone, why_alone
 from trainer.settings import TrainerSettings
+from trainer.world import World
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
-from turnwise.version_directory import ADAPTER_CONFIG, read_json, why_not_plain
 
 log = logging.getLogger(__name__)
 
 STRETCHED_ROPE = ("linear", "dynamic", "yarn")
 """Rotary embeddings whose factor may come on top of `max_position_embeddings`."""
+
+
+class Whole:
+    """A model that one process holds."""
+
+    is_whole = True
+
+    def world(self) -> World:
+        return World()
+
+    def load(self, policy: Policy, seed: int, *, with_weights: bool) -> nn.Module:  # noqa: ARG002  for subclasses
+        """Return the policy's base model on its device, with the weights of a fresh adapter by the seed."""
+        return policy.tuned(load_model(policy.settings, policy.attention).to(policy.device))
+
+    def sync_gradients(self, policy: Policy, *, is_wanted: bool) -> None:
+        """Say whether the next backward pass adds up the gradients of all processes."""
+
+    def settle(self, model: nn.Module) -> None:
+        """Divide what a forward pass without a backward one left whole."""
+
+    def shards(self, model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
+        """Return what this process holds of the weights, by name, on its device."""
+        left_out = {name for name, value in model.named_parameters() if trained_only and not value.requires_grad}
+        return {name: value for name, value in model.state_dict().items() if name not in left_out}
+
+    def load_shards(self, model: nn.Module, shards: dict[str, Any], *, is_whole: bool) -> None:
+        model.load_state_dict(shards, strict=is_whole)
+
+    def load_weights(self, policy: Policy, read: Callable[[], nn.Module]) -> None:
+        """Load the weights of a model that is read, in one process alone."""
+        self.load_shards(policy.model, read().state_dict(), is_whole=True)
 
 
 class Policy:
@@ -341,32 +371,6 @@ class Policy:
             return
         with bad_checkpoint(f"the trainer's state does not fit {self.settings.model!r}"):
             self.place.load_weights(self, lambda: load_model(self.settings, "eager"))
-
-    def load_adapter(self, directory: Path) -> None:
-        """Load the adapter of a version's files into the present one.
-
-        Raises:
-            BadCheckpoint: It cannot be read, or has another shape.
-        """
-        from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-
-        with bad_checkpoint(f"the adapter {str(directory)!r} cannot be loaded"):
-            saved, own = PeftConfig.from_pretrained(str(directory)), cast("Any", self.model).peft_config["default"]
-            for name in ("r", "lora_alpha", "target_modules"):
-                if getattr(saved, name, None) != getattr(own, name):
-                    raise BadCheckpoint(
-                        f"the adapter {str(directory)!r} has {name}={getattr(saved, name, None)!r}, and the trainer's "
-                        f"settings give {getattr(own, name)!r}: start from an adapter of the same shape, or set "
-                        "lora_rank and lora_targets"
-                    )
-            weights = load_peft_weights(str(directory), device="cpu")
-            if reason := why_not_plain(read_json(directory / ADAPTER_CONFIG), weights):
-                raise BadCheckpoint(f"the adapter {str(directory)!r} {reason}, and the trainer computes plain LoRA")
-            own_names = get_peft_model_state_dict(self.model, save_embedding_layers=False).keys()
-            if strange := sorted(weights.keys() ^ own_names):
-                which = "lacks" if strange[0] in own_names else "has"
-                raise BadCheckpoint(f"the adapter {str(directory)!r} {which} {strange[0]!r}, unlike the trainer's own")
-            set_peft_model_state_dict(self.model, weights)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:

@@ -17,11 +17,11 @@ from torch.nn import Parameter
 
 from trainer.claims.holds import Rewind
 from trainer.claims.ledger import Ledger, RunProgress
-from trainer.model.agent import PolicyAgent
+from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.critic import Critic
+from trainer.model.loading import load_adapter
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
-from trainer.versions.schedule import Schedule
 from trainer.versions.state import State
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import Json, PolicyKind, PolicyVersion
@@ -121,7 +121,7 @@ class States:
         """
         self._learner.load(seed, with_weights=with_weights)
         if self.first is not None and (with_weights or self._learner.algorithm.needs_reference):
-            self._learner.policy.load_adapter(Path(self.first.path))
+            load_adapter(self._learner.policy.model, Path(self.first.path))
             for head in self._learner.heads:
                 head.start = None if self._learner.policy.adapter is None else self._learner.policy.adapter.copied()
         optimizer = self._new_optimizer(self._learner.policy.parameters())

@@ -25,18 +25,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from trainer.batch.advantages import Row
+from trainer.batch.advantages import SingleValue
 from trainer.batch.chain import Chain
 from trainer.batch.selection import Selection
 from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress
 from trainer.model.adapters import Adapter
-from trainer.model.agent import PolicyAgent
+from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
-from trainer.versions.schedule import Schedule
 from turnwise.store import claims, updates
 from turnwise.store import versions as stored_versions
 from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
@@ -66,7 +65,7 @@ class State:
     metrics: Json = dataclasses.field(default_factory=dict)
     buffer: Buffer = ()
     """The replay buffer's index; empty on policy."""
-    singles: tuple[Row, ...] = ()
+    singles: tuple[SingleValue, ...] = ()
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
     adapter: Adapter | None = None
@@ -120,7 +119,7 @@ class State:
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
 
     def with_batches(self, saved: Json) -> State:
-        buffer, singles = (Entry(**entry) for entry in saved["buffer"]), (Row(*row) for row in saved["singles"])
+        buffer, singles = (Entry(**entry) for entry in saved["buffer"]), (SingleValue(*row) for row in saved["singles"])
         return dataclasses.replace(self, buffer=tuple(buffer), singles=tuple(singles))
 
     def _load_tensors(self, fill: Callable[[dict[str, Any]], None], *, has_critic: bool) -> None:

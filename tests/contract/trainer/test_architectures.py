@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import EXPERTS, SIZES, config_of, make_model, pack_integers, quantise
 
 from trainer.features import Settings
+from trainer.features.devices import empty_model
 from trainer.features.experts import RouterReplay
 from trainer.forward import load_version
 from trainer.model.adapters import reach_of
-from trainer.model.loading import described, empty_model, load_model
+from trainer.model.loading import described, load_model
 from trainer.model.model import Policy
 from trainer.model.traits import check_repeatable
 from turnwise.errors import SettingsError

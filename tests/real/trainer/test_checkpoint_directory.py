@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
 from torch.distributed.checkpoint import state_dict_saver
 
-from trainer.publish.checkpoint import Checkpoints, check_shared
+from trainer.features.devices import Processes
+from trainer.publish.checkpoint import Checkpoints
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, Conflict, NotWritten, SettingsError
 from turnwise.store import versions
@@ -188,16 +188,15 @@ def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypa
     checkpoints.close()
 
 
-class TwoProcesses:
+class TwoProcesses(Processes):
     """The first of two processes, whose second one sees another directory or the same."""
 
-    size, is_first = 2, True
-
     def __init__(self, is_shared_there: bool) -> None:
+        self.rank, self.size = 0, 2
         self._is_shared_there = is_shared_there
 
-    def from_first(self, ask: Callable[[], object]) -> object:
-        return ask()
+    def share(self, item: object) -> object:
+        return item
 
     def gather(self, item: tuple[str, bool]) -> list[tuple[str, bool]]:
         return [item, ("host-b", self._is_shared_there)]
@@ -206,11 +205,11 @@ class TwoProcesses:
 def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place):
     first = Checkpoints(place, keep=1)
     first.open()
-    check_shared(first, TwoProcesses(is_shared_there=True))
+    TwoProcesses(is_shared_there=True).check_shared(place)
     with pytest.raises(
         SettingsError, match=r"of process 1 on 'host-b' is not the one .*: all machines of a trainer need"
     ):
-        check_shared(first, TwoProcesses(is_shared_there=False))
+        TwoProcesses(is_shared_there=False).check_shared(place)
     first.close()
 
 

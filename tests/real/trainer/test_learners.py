@@ -12,7 +12,7 @@ from support.trainer_ledger import Rollouts
 
 from trainer.features import Settings
 from trainer.main import run
-from trainer.versions.schedule import Schedule
+from trainer.model.agent import Schedule
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences

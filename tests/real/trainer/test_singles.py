@@ -15,7 +15,7 @@ from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
-from trainer.batch.advantages import MOST_ROWS, WINDOW, Row, baseline, moved_on
+from trainer.batch.advantages import MOST_ROWS, WINDOW, SingleValue, baseline, moved_on
 from trainer.batch.selection import SelectionRule
 from turnwise.store.database import Database
 from turnwise.store.experiences import agent_digest
@@ -139,30 +139,30 @@ def test_named_rewards_of_single_sessions_are_compared_by_name():
     batch = [named("a", solved=1.0, polite=0.0), named("b", solved=0.0, polite=0.01)]
     chosen = selected(batch, chosen="gdpo", reward_weights={"solved": 2.0})
     assert advantages_of(chosen)["a"][0] > 0 > advantages_of(chosen)["b"][0]
-    assert {row.part for row in chosen.single_rows} == {"reward solved", "reward polite"}
+    assert {row.part for row in chosen.single_values} == {"reward solved", "reward polite"}
 
 
 def test_the_window_gives_a_batch_of_one_session_its_baseline():
     before = selected([single("a", 0.0), single("b", 1.0)])
-    window = moved_on((), before.single_rows)
+    window = moved_on((), before.single_values)
     # Pool 2, 0, 1: the others' mean is 0.5, std 1.
     assert advantages_of(selected([single("c", 2.0)], window)) == {"c": [pytest.approx(1.5)]}
 
 
 def test_a_session_that_is_trained_again_is_not_its_own_baseline():
     """Session a had 0 and has 1 now: the window without it holds only b's 0.5."""
-    window = moved_on((), selected([single("a", 0.0), single("b", 0.5)]).single_rows)
+    window = moved_on((), selected([single("a", 0.0), single("b", 0.5)]).single_values)
     again = selected([single("a", 1.0)], window, chosen="rloo")
     assert advantages_of(again) == {"a": [0.5]}
-    assert sorted(row.value for row in moved_on(window, again.single_rows)) == [0.5, 1.0]
+    assert sorted(row.value for row in moved_on(window, again.single_values)) == [0.5, 1.0]
 
 
 def test_the_window_keeps_the_latest_values_of_each_kind():
-    rows = [Row("busy", "session", f"s{number}", float(number)) for number in range(WINDOW + 5)]
-    window = moved_on((Row("rare", "session", "r", 7.0),), rows)
+    rows = [SingleValue("busy", "session", f"s{number}", float(number)) for number in range(WINDOW + 5)]
+    window = moved_on((SingleValue("rare", "session", "r", 7.0),), rows)
     assert window[0].value == 7.0
     assert [row.value for row in window[1:]] == [float(number) for number in range(5, WINDOW + 5)]
-    many = [Row(f"k{number}", "session", f"s{number}", 0.0) for number in range(MOST_ROWS + 1)]
+    many = [SingleValue(f"k{number}", "session", f"s{number}", 0.0) for number in range(MOST_ROWS + 1)]
     assert [row.kind for row in (*moved_on((), many)[:1],)] == ["k1"]
 
 

@@ -11,6 +11,7 @@ from support.tiny_models import load_model, logprobs_of, make_model
 
 from proxy.reload.checkpoint import adapter_digest, check_headers, check_trainable
 from trainer.features import Settings
+from trainer.model.loading import load_adapter
 from trainer.model.model import Policy
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
@@ -68,7 +69,7 @@ def test_a_plain_adapter_gives_pefts_logprobs_and_leaves_the_base_bit_equal(tmp_
     place = written(model, tmp_path / "adapter")
     check_trainable(str(place))
     before = base_weights(policy)
-    policy.load_adapter(place)
+    load_adapter(policy.model, place)
     expected = logprobs_of(peft.PeftModel.from_pretrained(load_model(model), place), TEXT)
     torch.testing.assert_close(logprobs_of(policy.model, TEXT), expected, atol=1e-6, rtol=0)
     assert all(torch.equal(before[name], weight) for name, weight in base_weights(policy).items())
@@ -79,7 +80,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused_by_its_field_and_changes_n
     """At `create`, and again by the trainer: what a policy starts from may have been changed since."""
     place = written(model, tmp_path / "adapter", **MORE_THAN_LORA[field])
     before = {name: one.clone() for name, one in policy.model.state_dict().items()}
-    for refuse in (lambda: check_trainable(str(place)), lambda: policy.load_adapter(place)):
+    for refuse in (lambda: check_trainable(str(place)), lambda: load_adapter(policy.model, place)):
         with pytest.raises(BadCheckpoint, match=rf"has {field.partition('=')[0]}="):
             refuse()
     assert all(torch.equal(before[name], one) for name, one in policy.model.state_dict().items())
@@ -93,7 +94,7 @@ def test_a_tensor_that_is_no_factor_is_refused_by_its_name_whatever_the_configur
     file = place / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.model.norm.weight": torch.zeros(32)}, file)
     before = base_weights(policy)
-    for refuse in (lambda: check_trainable(str(place)), lambda: policy.load_adapter(place)):
+    for refuse in (lambda: check_trainable(str(place)), lambda: load_adapter(policy.model, place)):
         with pytest.raises(BadCheckpoint, match=r"no factor of LoRA, such as 'base_model.model.model.norm.weight'"):
             refuse()
     assert all(torch.equal(before[name], weight) for name, weight in base_weights(policy).items())
@@ -108,7 +109,7 @@ def test_an_adapter_without_some_of_the_trained_layers_is_refused(tmp_path, mode
     missing = min(tensors)
     save_file({name: each for name, each in tensors.items() if name != missing}, file)
     with pytest.raises(BadCheckpoint, match=rf"lacks '{missing}'"):
-        policy.load_adapter(place)
+        load_adapter(policy.model, place)
 
 
 def renamed(tensors, old, new):

@@ -8,7 +8,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from trainer.features import Settings
-from trainer.model.loading import _prepared, load_model
+from trainer.model.loading import load_model, prepared
 from trainer.publish.checkpoint import Checkpoints
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
@@ -20,7 +20,7 @@ def test_lora_targets_choose_the_layers_that_get_an_adapter():
     """GPT-NeoX has one layer for query, key and value."""
     spec = Settings(model="neox", kind=PolicyKind.LORA, lora_targets=("query_key_value", "attention.dense"))
     trained = {
-        name for name, each in _prepared(GPTNeoXForCausalLM(CONFIG), spec).named_parameters() if each.requires_grad
+        name for name, each in prepared(GPTNeoXForCausalLM(CONFIG), spec).named_parameters() if each.requires_grad
     }
     assert {name.split("lora_")[0].split(".layers.0.")[1] for name in trained} == {
         "attention.query_key_value.",
@@ -34,7 +34,7 @@ def test_each_name_in_lora_targets_must_be_of_a_layer():
     layers = r"\['dense', 'dense_4h_to_h', 'dense_h_to_4h', 'query_key_value'\]"
     words = rf"lora_targets has \['attention.dens'\], which name no layer of the model 'neox': .*{layers}"
     with pytest.raises(SettingsError, match=words):
-        _prepared(GPTNeoXForCausalLM(CONFIG), spec)
+        prepared(GPTNeoXForCausalLM(CONFIG), spec)
 
 
 def cut(file: Path) -> None:

@@ -18,8 +18,8 @@ from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
 from trainer.features import FEATURES, Settings
 from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
-from trainer.features.supports.processors import RowProcessors, SampledTurn
-from trainer.features.supports.turns import TurnProcessors, Vocabulary, bad_words, processors
+from trainer.features.supports.processors import RowProcessors, SampledTurn, TurnProcessors
+from trainer.features.supports.turns import Vocabulary, bad_words, processors
 from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy

@@ -14,16 +14,42 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainer.batch.logits import Scale
-from trainer.features.supports.turns import Indices, TurnProcessors
+from trainer.features.supports.grammars import GrammarMasks
 from turnwise.types import TokenIds
 
 MASKED = -torch.inf
 """Logit of an id that could not be sampled."""
+Indices = npt.NDArray[np.int64]
 ToDevice = Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnProcessors:
+    """What was applied to the logits of one turn's tokens before and after the temperature; None or 1 or 0: nothing."""
+
+    grammar: GrammarMasks | None = None
+    allowed: Indices | None = None
+    """The only ids that may be sampled."""
+    forbidden: tuple[Indices, Indices] | None = None
+    """Places among the turn's tokens, in order, and an id that bad words or `min_tokens` rule out there."""
+    bias: tuple[Indices, npt.NDArray[np.float32]] | None = None
+    """Ids, each once, and what is added to their logits."""
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    support: tuple[Indices, Indices] | None = None
+    """Ids that top-k, top-p and min-p left, token by token, and where each token's begin. [R + 1]"""
+    is_known: npt.NDArray[np.bool_] | None = None
+    """Whether the token's support is known; None where all are, or nothing was truncated. [R]"""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition != 1 or self.frequency != 0 or self.presence != 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

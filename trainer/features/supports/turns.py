@@ -18,8 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.batch.chain import samplings_of
+from trainer.batch.batch import Batch, Row
+from trainer.batch.chain import Chain, samplings_of
 from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed
+from trainer.features.supports.processors import Indices, RowProcessors, SampledTurn, TurnProcessors
+from trainer.model.terms import Term
+from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.features.supports import Support, support_of
 from turnwise.sampling import GRAMMARS, GREEDY, TRUNCATING, first_of, not_replayed, temperature_of, unreadable
@@ -28,37 +32,12 @@ from turnwise.types import Json, TokenIds
 
 log = logging.getLogger(__name__)
 
-Indices = npt.NDArray[np.int64]
 LARGEST_BIAS = 100.0
 MAX_PAIRS = 4_000_000
 """Most pairs of a sampled token with a bad word, or with an end that `min_tokens` rules out; more take seconds."""
 MAX_WORDS, MAX_WORD_CHARACTERS = 10_000, 2**18
 """Bad words of one turn, and their characters."""
 NEEDS_TOKENIZER: Mapping[str, Callable[[Any], bool]] = {"bad_words": bool, "min_tokens": lambda value: value > 0}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TurnProcessors:
-    """What was applied to the logits of one turn's tokens before and after the temperature; None or 1 or 0: nothing."""
-
-    grammar: GrammarMasks | None = None
-    allowed: Indices | None = None
-    """The only ids that may be sampled."""
-    forbidden: tuple[Indices, Indices] | None = None
-    """Places among the turn's tokens, in order, and an id that bad words or `min_tokens` rule out there."""
-    bias: tuple[Indices, npt.NDArray[np.float32]] | None = None
-    """Ids, each once, and what is added to their logits."""
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
-    support: tuple[Indices, Indices] | None = None
-    """Ids that top-k, top-p and min-p left, token by token, and where each token's begin. [R + 1]"""
-    is_known: npt.NDArray[np.bool_] | None = None
-    """Whether the token's support is known; None where all are, or nothing was truncated. [R]"""
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition != 1 or self.frequency != 0 or self.presence != 0
 
 
 Found = TurnProcessors | str | None
@@ -86,6 +65,54 @@ class Vocabulary:
     @functools.cached_property
     def _loaded(self) -> tuple[Any, list[int]]:
         return load_tokenizer(self._model)
+
+
+class Supports(Term):
+    """The processors of a chain's turns, turn by turn, None where logits were only scaled."""
+
+    name = "supports"
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._vocabulary = Vocabulary(settings.model)
+        self._forms_ratios = settings.algorithm.needs_behaviour
+
+    def of_chain(self, chain: Chain) -> Chain:
+        """Without ratios the model's own distribution is trained: one id that is left has the logprob 0 whatever it is.
+
+        The chain then has the core's reasons, so that these tokens are not compared with the engine's.
+        """
+        return with_processors(chain, self._vocabulary) if self._forms_ratios else chain
+
+    def on_logits(self, batch: Batch, row: Row) -> RowProcessors | None:
+        members, places = batch.table.experience[row.token], batch.table.place[row.token]
+        turns: list[SampledTurn] = []
+        turn, place = np.full(len(places), -1, np.int64), np.zeros(len(places), np.int64)
+        for member in np.unique(members):
+            chain = batch.experiences[member]
+            for number, found in enumerate(chain.terms.get(self.name, ())):
+                if found is not None:
+                    own, sampled = np.flatnonzero(members == member), np.flatnonzero(chain.turn_index == number)
+                    inside = own[chain.turn_index[places[own]] == number]
+                    turn[inside], place[inside] = len(turns), places[inside] - sampled[0]
+                    prompt, reply = chain.tokens[: sampled[0]], chain.tokens[sampled]
+                    turns.append(SampledTurn(processors=found, prompt=prompt, sampled=reply))
+        return RowProcessors(turns=turns, turn=turn, place=place) if turns else None
+
+
+def with_processors(chain: Chain, vocabulary: Vocabulary | None) -> Chain:
+    """Return a chain with what is applied to its logits; without `vocabulary` what needs none."""
+    found = processors_of(chain, vocabulary)
+    is_known = np.ones(len(chain.tokens), np.bool_)
+    for turn, each in enumerate(found):
+        if isinstance(each, TurnProcessors) and each.is_known is not None:
+            is_known[chain.turn_index == turn] = each.is_known
+    applied = [each if isinstance(each, TurnProcessors) else None for each in found]
+    return dataclasses.replace(
+        chain,
+        without_ratio=[each if isinstance(each, str) else None for each in found],
+        is_known=is_known,
+        terms={**chain.terms, Supports.name: applied} if any(applied) else chain.terms,
+    )
 
 
 def processors_of(experience: Experience, vocabulary: Vocabulary | None) -> list[Found]:
