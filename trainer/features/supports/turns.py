@@ -176,7 +176,7 @@ def processors(
         is_known=None if support is None else np.array([ids is not None for ids in support]),
     )
     is_plain = not any(each is not None for each in (grammar, found.allowed, forbidden, bias, support))
-    return None if is_plain and not found.has_penalties else found
+    return None if is_plain and (found.repetition, found.frequency, found.presence) == (1, 0, 0) else found
 
 
 def _number(sampling: Json, name: str, neutral: float) -> float:
