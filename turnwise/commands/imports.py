@@ -97,6 +97,12 @@ def _print_report(report: dict[str, Any], *, is_dry_run: bool) -> None:
             "tokenizer's generation_config.json the template's token in eos_token_id",
             err=True,
         )
+    if report["num_unscored"]:
+        click.echo(
+            f"{click.style('warning', fg='yellow')}  {report['num_unscored']} sessions have a null as their reward, so "
+            "they get none and are not trained; leave the column out where a reply is to be imitated",
+            err=True,
+        )
     done = "would be stored" if is_dry_run else "stored"
     click.echo(
         f"{report['lines']} lines read: {report['sessions']} sessions with {report['turns']} replies of "

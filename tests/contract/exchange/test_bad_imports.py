@@ -317,6 +317,20 @@ def test_a_json_file_may_be_one_object_over_several_lines_or_one_a_line(database
     assert (report["lines"], report["already_there"], report["num_bad"]) == (2, 1, 1)
 
 
+def test_a_row_whose_reward_is_null_is_not_imitated_beside_scored_ones(database, tmp_path, model):
+    """It gets none, and is counted, in each column and form; a row without such a column gets the default."""
+    given = ({"reward": None}, {"score": None, "label": None}, {"reward": 0.5, "score": None}, {})
+    forms = (
+        lambda text: {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]},
+        lambda text: {"prompt": "Hi", "completion": text},
+    )
+    lines = [form(f"{n}{m}") | each for n, form in enumerate(forms) for m, each in enumerate(given)]
+    report = run_import(tmp_path, model, lines, "hf")
+    assert (report["sessions"], report["num_unscored"]) == (8, 4)
+    found = {record.turns[0].response["content"]: record.session.reward for record in records(database)}
+    assert found == {f"{n}{m}": reward for n in range(2) for m, reward in enumerate((None, None, 0.5, 1.0))}
+
+
 def test_a_parquet_row_with_a_value_that_python_cannot_read_is_a_bad_line(database, tmp_path, model):
     import pyarrow
     import pyarrow.parquet

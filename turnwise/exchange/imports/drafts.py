@@ -61,6 +61,8 @@ class Draft:
     conversations: list[ImportedConversation]
     """They share the turns whose messages are equal up to the reply."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    is_unscored: bool = False
+    """Its file has a column for its reward, which is null: it gets none, and so is not imitated as a good one."""
     suffix: str = ""
     task_id: str | None = None
 

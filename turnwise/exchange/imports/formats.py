@@ -124,7 +124,7 @@ def data_set_drafts(document: Json) -> list[Draft]:
     if form == FORMS[0]:
         messages, untrained = chat_messages(document["messages"]), untrained_of(document["messages"])
         conversation = conversation_of(messages, tools, untrained=untrained)
-        return [Draft(conversations=[conversation], rewards=_rewards(document))]
+        return [_scored(conversation, document)]
     prompt = chat_messages(_as_messages(document["prompt"], "user"))
     wholes, marked = {}, {}
     for column in form[1:]:
@@ -137,7 +137,7 @@ def data_set_drafts(document: Json) -> list[Draft]:
         return _pair_drafts(wholes, marked, len(prompt), tools)
     untrained = marked["completion"].union(range(len(prompt)))
     conversation = conversation_of(wholes["completion"], tools, untrained=untrained)
-    return [Draft(conversations=[conversation], rewards=_rewards(document))]
+    return [_scored(conversation, document)]
 
 
 def _marked(found: list[Any], whole: list[Json]) -> frozenset[int]:
@@ -157,6 +157,12 @@ def _rewards(document: Json) -> dict[str, float]:
     if len(values) > 1:
         raise BadLine(f"its {', '.join(REWARD_COLUMNS)} are {found}, and each of them is a reward")
     return {"reward": values.pop()} if values else {}
+
+
+def _scored(conversation: ImportedConversation, document: Json) -> Draft:
+    rewards = _rewards(document)
+    is_unscored = not rewards and not set(REWARD_COLUMNS).isdisjoint(document)
+    return Draft(conversations=[conversation], rewards=rewards, is_unscored=is_unscored)
 
 
 def plugin_format(module: Any) -> Format:

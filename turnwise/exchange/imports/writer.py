@@ -64,6 +64,8 @@ class ImportReport:
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     num_unended: int = 0
     """Replies that the template ends otherwise than by an end token of the model."""
+    num_unscored: int = 0
+    """Sessions whose reward is null in the file."""
     num_bad: int = 0
     bad: list[Json] = dataclasses.field(default_factory=list)
 
@@ -122,8 +124,9 @@ def import_files(
             with database.write() as conn:
                 for unit in ready:
                     _store(conn, unit, rule)
-        for _, _, turns in itertools.chain.from_iterable(unit.sessions for unit in ready):
+        for _, draft, turns in itertools.chain.from_iterable(unit.sessions for unit in ready):
             report.sessions += 1
+            report.num_unscored += draft.is_unscored
             report.turns += len(turns)
             report.tokens += sum(turn.token_ids.size for turn in turns)
         report.num_unended = tokeniser.num_unended
@@ -234,7 +237,8 @@ def _merged(drafts: list[Draft]) -> Draft:
             )
     task_id = next((draft.task_id for draft in drafts if draft.task_id is not None), None)
     conversations = [conversation for draft in drafts for conversation in draft.conversations]
-    return Draft(conversations=conversations, rewards=rewards, task_id=task_id)
+    is_unscored = not rewards and any(draft.is_unscored for draft in drafts)
+    return Draft(conversations=conversations, rewards=rewards, is_unscored=is_unscored, task_id=task_id)
 
 
 def _session(unit: _Unit, draft: Draft, rule: ImportRule, *, is_group: bool) -> Session:
@@ -261,7 +265,9 @@ def _store(conn: Connection, unit: _Unit, rule: ImportRule) -> None:
         if not is_new:
             continue  # another import stored it meanwhile
         stored_turns.append_turns(conn, [dataclasses.replace(turn, policy_id=session.policy_id) for turn in turns])
-        values = draft.rewards or ({} if rule.reward is None else {"reward": rule.reward})
+        values = draft.rewards
+        if not values and not draft.is_unscored and rule.reward is not None:
+            values = {"reward": rule.reward}
         lines = [
             Reward(session_id=session.session_id, tenant=rule.tenant, name=name, value=value, source=IMPORT)
             for name, value in values.items()
