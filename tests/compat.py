@@ -13,7 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("store", "proxy", "trainer", "export", "otel")
 """What the programs are made of. The engine has its own pins, and an environment of its own where they differ."""
-TOOLS = ("pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-xdist", "hypothesis", "pyyaml")
+TOOLS = (
+    "pytest",
+    "pytest-asyncio",
+    "pytest-rerunfailures",
+    "pytest-xdist",
+    "hypothesis",
+    "pyyaml",
+    "xgrammar",
+)  # the last comes with vLLM, and trainers apply grammars by it
 CLIENTS = ("openai", "anthropic", "google-genai<3")  # the newest needs a newer pydantic than the lowest
 REQUIREMENT = re.compile(r"([\w-]+)(?:\[[\w,]+\])?(?:>=|==)([\w.]+)")
 
