@@ -28,7 +28,7 @@ from proxy.metrics import Counted, Metrics
 from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
-from proxy.sessions.place import Sessions
+from proxy.sessions.place import Sessions, Unnamed
 from proxy.sessions.template import ChatTemplate
 from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
@@ -122,6 +122,8 @@ class Features(NamedTuple):
     beside: Iterable[type[Beside]] = ()
     reload: ReloadParts = CORE
     """How engines are brought to versions."""
+    unnamed: type[Unnamed] = Unnamed
+    """Finds the sessions of calls that name none."""
     prepare: Callable[[ChatTemplate], None] = as_it_is
     """Changes the template that was found, for example so that it takes less time; called in a thread."""
 
@@ -210,6 +212,7 @@ class Services:
             faults,
             self.pool.context_tokens,
             is_shared=self.process.is_shared,
+            unnamed=self._features.unnamed,
             opened=self.opened,
             entered=self.steps.entered,
         )
@@ -225,7 +228,7 @@ class Services:
             check_engine=self._check_engine,
             faults=faults,
             announce=lambda engine: confirm(ANNOUNCE_SECONDS, "weights", engine.url, str(engine.loaded_version)),
-            reserve=lambda engine: confirm(DRAIN_SECONDS + ANNOUNCE_SECONDS, "reserved", engine.url),
+            reserve=lambda engine: confirm(DRAIN_SECONDS + ANNOUNCE_SECONDS, "drained", engine.url),
             files=VersionFiles(self.reading),
             parts=self._features.reload,
         )
@@ -249,14 +252,14 @@ class Services:
         async def keys() -> None:
             self.authenticator.forget()
 
-        async def reserved(engine_url: str) -> None:
+        async def drained(engine_url: str) -> None:
             if (engine := self.pool.engine_at(engine_url)) is not None:
                 await self.pool.drain(engine, DRAIN_SECONDS)
 
         async def weights(engine_url: str, label: str) -> None:
             self.pool.note_label(engine_url, label)
 
-        return {each.__name__: each for each in (session, keys, reserved, weights)}
+        return {each.__name__: each for each in (session, keys, drained, weights)}
 
     async def _check_engine(self, engine: Engine) -> None:
         """Check an engine's features, and reject it if capture would not be exact.

@@ -86,6 +86,7 @@ def served() -> Features:
     from proxy.features.arms.trials import Trials
     from proxy.features.exports import Exports
     from proxy.features.freed_memory import FreedMemory
+    from proxy.features.inferred import Inferred
     from proxy.features.outline.outlines import shorten
     from proxy.features.page.beside import Page
     from proxy.features.retention.deletion import Retention
@@ -97,4 +98,4 @@ def served() -> Features:
     from proxy.services import Features
 
     beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers)
-    return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper), shorten)
+    return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper), Inferred, shorten)

@@ -1,7 +1,7 @@
 """A call's place: its session, the turn that it extends or why it extends none, and the exact prompt ids.
 
 The session is the one that the call's session key or the request itself names (see `which`). Without a name it is the
-session of the same API key that contains the conversation which the call extends (see `inferred_sessions`), or a new
+session of the same API key that contains the conversation which the call extends where a feature finds it, or a new
 session. In its session a request extends the deepest turn whose messages and reply it repeats; its prompt is that
 turn's stored tokens followed by what the template renders after the reply. A call that extends no stored turn starts a
 new chain. If its conversation contains replies, its place names the reason.
@@ -15,8 +15,8 @@ import dataclasses
 import itertools
 import math
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from proxy.sessions.conversation import (
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
-from proxy.sessions.inferred_sessions import Caller, InferredSessions
 from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
 from proxy.sessions.rendering import UNCOUNTED_BYTES, RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
@@ -42,7 +41,7 @@ from proxy.writer.client import Writer
 from proxy.writer.process import NewTurn
 from turnwise.errors import Conflict, PromptTooLong
 from turnwise.sampling import NUMBERS, with_numbers
-from turnwise.store import conversations, rewards
+from turnwise.store import conversations
 from turnwise.store.database import Database
 from turnwise.types import Json, Session, SessionStatus, Split, TokenIds
 
@@ -113,6 +112,35 @@ class CallMedia(abc.ABC):
         """Let a turn of the call keep what belongs to its messages; the first one also what is stored once a call."""
 
 
+Caller: TypeAlias = tuple[str, str, int]
+"""Whose conversations a call may continue: a tenant, an API key, and the policy that sampled in them."""
+
+
+class Unnamed:
+    """The sessions of calls that name none: each has its own, unless a feature finds one."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+
+    async def place(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> CallPlace:  # noqa: ARG002
+        """Return the place of a call; `request` is the digest of its request."""
+        live = await self.sessions.cache.open(opened_by_call(f"auto-{uuid.uuid4().hex}", caller, call))
+        return await self.sessions.place_in(live, call, principal)
+
+    async def find(self, call: Call, principal: Principal, caller: Caller) -> LiveSession | None:  # noqa: ARG002
+        """Return the stored session that a call continues."""
+        return None
+
+    def failed(self, place: CallPlace, caller: Caller, request: bytes) -> None:
+        """Take a call that has failed, and what a repetition of its request has in common with it."""
+
+    def remember(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
+        """Take the committed turns of a call of an API key."""
+
+    def clear(self) -> None:
+        """Forget all, because the digests of conversations change."""
+
+
 class Sessions:
     """Finds the sessions of calls, and plans the calls in them."""
 
@@ -126,25 +154,26 @@ class Sessions:
         context_tokens: Callable[[], float] = lambda: math.inf,
         *,
         is_shared: bool = False,
+        unnamed: type[Unnamed] | None = None,
         opened: Sequence[Callable[[Session], Session]] = (),
         entered: Sequence[Callable[[Call, Session, str], None]] = (),
     ) -> None:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
         self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints(), opened)
-        self._entered = entered
+        self.entered = entered
         """What features change of a call in its session, by the id of its key, before its conversation is read."""
-        self._database = database
-        self._writer = writer
+        self.database = database
+        self.writer = writer
         self._settings = settings
-        self._metrics = metrics
+        self.metrics = metrics
         self._context_tokens = context_tokens
         self._threads = RenderThreads()
-        self._reserved: collections.Counter[str] = collections.Counter()
+        self.reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
-        self._is_shared = is_shared
+        self.is_shared = is_shared
         """Whether calls of a session may reach other processes in its course."""
-        self._inferred = InferredSessions(self.cache, database, self._reserved, is_shared=is_shared)
+        self.unnamed = (unnamed or Unnamed)(self)
         self.conversations = Conversations(settings.cache_share("messages"))
         self.learn_template(None)
 
@@ -163,12 +192,12 @@ class Sessions:
         """
         session_id, caller = call.session_id, (principal.tenant, principal.key_id, call.policy_id)
         if session_id is None:
-            return await self._infer(call, principal, caller, request)
+            return await self.unnamed.place(call, principal, caller, request)
         if principal.session_id is not None:
             live = await self.cache.find_own(principal)
         else:
             live = self.cache.find((principal.tenant, session_id)) or await self.cache.open(
-                _opened_by_call(check_id(session_id), caller, call)
+                opened_by_call(check_id(session_id), caller, call)
             )
         if live.session.status is not SessionStatus.OPEN:
             is_named_by_app = principal.session_id is None and call.session_source != "path"
@@ -178,9 +207,9 @@ class Sessions:
                     code="session_not_open",
                 )
             live = await self._open_next(live, call, principal.root_key_id)
-        return await self._place(live, call, principal)
+        return await self.place_in(live, call, principal)
 
-    async def _place(
+    async def place_in(
         self,
         live: LiveSession,
         call: Call,
@@ -191,7 +220,7 @@ class Sessions:
         """Place a call in a session.
 
         Features may replace parameters before its conversation is read, because the template prints some of them;
-        what `_read_to_search` returned is read again only where that depends on the session.
+        what `searched` has is read again only where that depends on the session.
         """
         session = live.session
         # Where the caller has named the session, it is the session's own policy that samples what names none.
@@ -200,7 +229,7 @@ class Sessions:
         if any(type(call.body[name]) is str for name in NUMBERS.keys() & call.body.keys()):
             call.body = with_numbers(call.body)
         asked = call.body
-        for step in self._entered:
+        for step in self.entered:
             step(call, session, principal.root_key_id)
         if searched is None or (
             call.body is not asked and searched.context != context_digest(call.tools, template_arguments(call.body))
@@ -216,9 +245,9 @@ class Sessions:
         tenant, name = over.key
         newest = over.newest_number
         if newest is None:
-            newest = await self._database.fetch(conversations.newest_generation, tenant, next_prefix(name))
+            newest = await self.database.fetch(conversations.newest_generation, tenant, next_prefix(name))
         for number in itertools.count(max(newest, 2)):
-            wanted = _opened_by_call(next_id(name, number), (tenant, key_id, over.session.policy_id), call)
+            wanted = opened_by_call(next_id(name, number), (tenant, key_id, over.session.policy_id), call)
             user_id = over.session.user_id if wanted.user_id is None else wanted.user_id
             wanted = dataclasses.replace(wanted, continues=next_id(name, number - 1), user_id=user_id)
             live = await self.cache.open(wanted)
@@ -233,21 +262,8 @@ class Sessions:
         fields = NO_FIELDS if template is None else template.fields_read
         self.cache.fields_read = fields | {CALL_TEXT} if self._settings.call_text == "ignore" else fields
         self.cache.clear()
-        self._inferred.clear()
+        self.unnamed.clear()
         self.conversations.clear()
-
-    async def _read_to_search(self, call: Call, principal: Principal, caller: Caller) -> ConversationDigests:
-        """Read a call's conversation as its turn has it in a session without pins of its own; the call stays as it is.
-
-        A call that names no session is looked for by it, before its session is known.
-        """
-        asked, notes = call.body, call.notes
-        for step in self._entered:
-            step(call, _opened_by_call("", caller, call), principal.root_key_id)
-        try:
-            return await self.conversations.read(call, principal, self.cache.fields_read)
-        finally:
-            call.body, call.notes = asked, notes
 
     async def plan(self, place: CallPlace, call: Call) -> None:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`.
@@ -257,7 +273,7 @@ class Sessions:
         """
         live, conversation, forest = place.live, place.conversation, place.forest
         if not conversation.num_replied:
-            if self._is_shared and forest.by_id:
+            if self.is_shared and forest.by_id:
                 await self.cache.refresh(live)  # the role of a new chain depends on the session's others
             place.reason = forest.break_reason(conversation)
         elif not self._settings.continuation:
@@ -271,7 +287,7 @@ class Sessions:
                     parent = forest.deepest(conversation, call.messages)
                 if parent is not None:
                     place.reserved = parent
-                    self._reserved[parent.turn_id] += 1
+                    self.reserved[parent.turn_id] += 1
             place.reason = await self._extend(place, call)
         if len(live.forests) > 1 and place.reason in (None, "edited_history") and _goes_on_from_another_policy(place):
             place.reason = "policy_changed"
@@ -350,13 +366,11 @@ class Sessions:
             live = await self.cache.find_own(principal)
         elif call.session_id is not None:
             live = await self.cache.find_stored(principal.tenant, call.session_id)
-        elif found := await self._inferred.find(
-            await self._read_to_search(call, principal, caller), call.messages, caller
-        ):
-            (live, _), inferred_by = found, principal.key_id
+        else:
+            live, inferred_by = await self.unnamed.find(call, principal, caller), principal.key_id
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
-        place = await self._place(live, call, principal, inferred_by)
+        place = await self.place_in(live, call, principal, inferred_by)
         try:
             await self.plan(place, call)
         except PromptTooLong:
@@ -368,39 +382,13 @@ class Sessions:
 
     def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
-        if has_failed and place.repeated_by is not None and not place.live.by_id():
-            self._inferred.add_unanswered(*place.repeated_by, place.live)
+        if has_failed and place.repeated_by is not None:
+            self.unnamed.failed(place, *place.repeated_by)
         if place.reserved is not None:
             turn_id, place.reserved = place.reserved.turn_id, None
-            self._reserved[turn_id] -= 1
-            if not self._reserved[turn_id]:
-                del self._reserved[turn_id]
-
-    async def _infer(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> CallPlace:
-        """Return the open session of this caller that contains what the call extends, or a new session."""
-        conversation = await self._read_to_search(call, principal, caller)
-        live, turn = await self._inferred.find(conversation, call.messages, caller) or (None, None)
-        if live is None:
-            live = await self._inferred.find_by_calls(call.messages, caller)
-        if live is None:
-            live = await self._inferred.take_unanswered(caller, request)
-        session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
-        if call.idempotency_key is not None:
-            target = await self._writer.do(rewards.claim_target, *caller[:2], call.idempotency_key, session_id)
-            if target != session_id:
-                first = await self.cache.open(_opened_by_call(target, caller, call))
-                if first.session.status is SessionStatus.OPEN:
-                    return await self._place(first, call, principal, principal.key_id)
-        if live is None:
-            self._metrics.sessions.labels("inferred").inc()
-            live = await self.cache.open(_opened_by_call(session_id, caller, call))
-        place = await self._place(live, call, principal, principal.key_id, conversation)
-        place.repeated_by = caller, request
-        is_own = turn is not None and turn.turn_id in place.forest.by_id
-        if turn is not None and is_own and turn.history_digest in place.conversation.full:
-            place.reserved = turn
-            self._reserved[turn.turn_id] += 1
-        return place
+            self.reserved[turn_id] -= 1
+            if not self.reserved[turn_id]:
+                del self.reserved[turn_id]
 
     def remember(self, place: CallPlace, turns: list[KnownTurn]) -> None:
         """Add the committed turns of a call, so that the next call can extend them."""
@@ -408,10 +396,10 @@ class Sessions:
         if place.reserved is not None and any(not turn.is_aborted for turn in turns):
             place.reserved.has_child = True
         if place.inferred_by is not None:
-            self._inferred.add(place.inferred_by, place.live, turns)
+            self.unnamed.remember(place.inferred_by, place.live, turns)
 
 
-def _opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
+def opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:
     """Return a new session that nobody has created explicitly; one of a version that its call names is not trained."""
     tenant, key_id, policy_id = caller
     return Session(

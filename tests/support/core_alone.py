@@ -24,6 +24,8 @@ def play(store: str, engine: str, num_calls: int) -> list[str]:
                 messages += [turn["response"], {"role": "user", "content": "Go on."}]
             body = {"model": "fake", "messages": messages, "stream": number % 2 == 1, "max_tokens": 20}
             http.post("/sessions/s/v1/chat/completions", json=body).raise_for_status()
+        unnamed = [http.post("/v1/chat/completions", json=body).headers["x-session-id"] for _ in range(2)]
+        assert len({"s", *unnamed}) == 3, "a call that names no session has one of its own"
         shown = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
         image = {"model": "fake", "messages": [{"role": "user", "content": shown}]}
         refused = [http.post("/v1/chat/completions", json=image)]

@@ -24,6 +24,7 @@ from turnwise.features import (
     forks,
     gate,
     images,
+    inferred,
     labels,
     limits,
     records,
@@ -95,7 +96,7 @@ def _rewards(conn: sa.Connection) -> None:
     ]
     for _ in range(2):
         rewards.add_rewards(conn, lines, idempotency_key="k", retrain=True)
-        rewards.claim_target(conn, "t", "key", "k", "s")
+        inferred.claim_target(conn, "t", "key", "k", "s")
 
 
 def _release_deleted(conn: sa.Connection) -> None:
@@ -330,8 +331,8 @@ OF_TENANT: dict[str, Ask] = {
     "a turn's session": lambda c: selection.session_of_turn(c, "t", "t-s-t1"),
     "a turn's path": lambda c: turns.turns_to(c, "t-s-t2", "t"),
     "a session's unknown turns": lambda c: conversations.unknown_turns(c, "t", "s", first=0, known=()),
-    "a conversation": lambda c: conversations.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
-    "a dialogue": lambda c: conversations.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
+    "a conversation": lambda c: inferred.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
+    "a dialogue": lambda c: inferred.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
     "later sessions of an id": lambda c: conversations.newest_generation(c, "t", "s~"),
     "a conversation of the Responses API": lambda c: conversations.newest_in_conversation(c, "t", "s", "conv"),
     "a repeated call": lambda c: turns.find_turn(c, "t", "s", request_key="key"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
-from typing import Literal
+from collections.abc import Container
 
 import numpy as np
 import sqlalchemy as sa
@@ -13,7 +12,7 @@ from turnwise.store import rows
 from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import is_session
 from turnwise.store.turns import path_to
-from turnwise.types import DEFAULT_POLICY, NOT_RECORDED, Outcome, SessionStatus, TokenIds, Turn
+from turnwise.types import NOT_RECORDED, Outcome, TokenIds, Turn
 
 _ADDED_COLUMNS = [
     sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column for column in turns.c
@@ -46,44 +45,6 @@ def unknown_turns(
     )
     wanted = set(unknown)
     return [rows.TURNS.record(row) for row in found if row.seq in wanted], listed[-1].seq + 1
-
-
-def sessions_of_conversation(
-    conn: sa.Connection,
-    tenant: str,
-    key_id: str,
-    digests: Sequence[bytes],
-    *,
-    limit: int,
-    policy_id: int | None = DEFAULT_POLICY,
-    by: Literal["history_digest", "dialogue_digest"] = "history_digest",
-) -> tuple[bytes, list[str]]:
-    """Return the open sessions that contain the longest of these conversations and were inferred for this API key.
-
-    A policy has sampled the conversation's last reply, None stands for any. The digests are those of the conversations,
-    longest first. Returned are the digest that was found and the ids of the
-    newest sessions, oldest first.
-    """
-    column = turns.c[by]
-    found = conn.execute(
-        sa.select(column.label("digest"), sessions.c.session_id)
-        .distinct()
-        .add_columns(sessions.c.session_pk)
-        .join_from(turns, sessions)
-        .where(
-            turns.c.inferred_by == key_id,
-            column.in_(digests),
-            sessions.c.tenant == tenant,
-            sa.true() if policy_id is None else turns.c.policy_id == policy_id,
-            sessions.c.status == SessionStatus.OPEN.value,
-        )
-        .order_by(sessions.c.session_pk)
-    ).all()
-    for digest in digests:
-        session_ids = [str(row.session_id) for row in found if row.digest == digest]
-        if session_ids:
-            return digest, session_ids[-limit:]
-    return b"", []
 
 
 def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:

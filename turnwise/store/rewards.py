@@ -145,7 +145,7 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> Mapping[int, 
 
 def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes) -> list[int] | None:
     """Claim an idempotency key, or return the answer of the request that claimed it first."""
-    known = _claim(conn, tenant, session_id, key, body_digest, "[]")
+    known = claim(conn, tenant, session_id, key, body_digest, "[]")
     if known is None:
         return None
     if known.body_digest != body_digest:
@@ -153,16 +153,7 @@ def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_
     return [int(reached) for reached in json.loads(known.answer)]
 
 
-def claim_target(conn: sa.Connection, tenant: str, key_id: str, key: str, session_id: str) -> str:
-    """Bind an API key's idempotency key to a session, if it is not bound yet; return the session that it is bound to.
-
-    A retry at another proxy, which may find another session, joins it.
-    """
-    known = _claim(conn, tenant, f"call/{key_id}", key, b"", session_id)  # no session's id has a slash
-    return session_id if known is None else str(known.answer)
-
-
-def _claim(
+def claim(
     conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes, answer: str
 ) -> StoredRow | None:
     row = {"tenant": tenant, "session_id": session_id, "key": key, "body_digest": body_digest, "answer": answer}

@@ -14,10 +14,10 @@ from support.ledger_samples import add_session
 from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from proxy.features.inferred import Inferred, SessionIds
 from proxy.metrics import Metrics
 from proxy.sessions import memory
 from proxy.sessions.forest import KnownTurn, encode_ids
-from proxy.sessions.inferred_sessions import SessionIds
 from proxy.sessions.place import CallPlace, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -62,7 +62,7 @@ async def writer(database_url: str):
 
 @pytest.fixture
 def sessions(database: CountedReads, writer: Writer) -> Sessions:
-    return Sessions(database, writer, ProxySettings(), Metrics())
+    return Sessions(database, writer, ProxySettings(), Metrics(), unnamed=Inferred)
 
 
 def call_of(*messages: Json, **fields) -> Call:
@@ -133,7 +133,7 @@ async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
     writer: Writer, database: CountedReads, read_turns: list[list[str]]
 ):
     """There is memory for one session."""
-    sessions = Sessions(database, writer, ProxySettings(cache_bytes=0), Metrics())
+    sessions = Sessions(database, writer, ProxySettings(cache_bytes=0), Metrics(), unnamed=Inferred)
     stored = [add_session(database, name, turns=3) for name in ("long", "other")]
     first = await sessions.cache.open(stored[0])
     await sessions.cache.open(stored[1])
@@ -184,7 +184,7 @@ async def test_an_ended_session_that_an_application_named_continues_in_a_linked_
         seen.append((session.session_id, session.continues))
         end(sessions, database, session.session_id)
     assert seen == [("named", None), ("named~2", "named"), ("named~3", "named~2")]
-    cold = Sessions(database, writer, ProxySettings(), Metrics())
+    cold = Sessions(database, writer, ProxySettings(), Metrics(), unnamed=Inferred)
     session = (await found(cold, call)).live.session
     assert (session.session_id, session.continues) == ("named~4", "named~3")
     assert cold.cache.find((session.tenant, "named~2")) is None
@@ -194,7 +194,7 @@ async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_t
     writer: Writer, database: CountedReads, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(memory, "MAX_SESSIONS", 2)
-    sessions = Sessions(database, writer, ProxySettings(), Metrics())
+    sessions = Sessions(database, writer, ProxySettings(), Metrics(), unnamed=Inferred)
     names = ["first", "second", "third"]
     for name in names:
         call = call_of(HELLO, session_id=name, session_source="x-session-id")
@@ -228,7 +228,7 @@ async def test_a_keyed_retry_at_another_proxy_belongs_to_the_session_that_the_fi
     replied(sessions, place, first)
     retried = [
         await found(each, call_of(HELLO, REPLY, HELLO, idempotency_key="k"))
-        for each in (sessions, Sessions(database, writer, ProxySettings(), Metrics()))
+        for each in (sessions, Sessions(database, writer, ProxySettings(), Metrics(), unnamed=Inferred))
     ]
     assert [each.live.key for each in retried] == [place.live.key] * 2
 

@@ -11,6 +11,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import NotFound
+from turnwise.features import inferred
 from turnwise.features.page import overview
 from turnwise.store import conversations, experiences, groups, rewards, selection, turns, updates, versions
 from turnwise.store.database import Database
@@ -276,7 +277,7 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database):
                 turns.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}{number}")])
     with database.read() as connection:
         found = [
-            conversations.sessions_of_conversation(connection, "default", "key", digests, limit=2)
+            inferred.sessions_of_conversation(connection, "default", "key", digests, limit=2)
             for digests in ([b"2", b"1"], [b"9", b"1"], [b"9"], [])
         ]
     assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
@@ -294,12 +295,10 @@ def test_a_conversation_is_found_only_by_its_own_key_tenant_and_policy_in_an_ope
     finish(database, "over")
     with database.read() as connection:
         found = {
-            session_id: conversations.sessions_of_conversation(
-                connection, "default", "key", [session_id.encode()], limit=9
-            )
+            session_id: inferred.sessions_of_conversation(connection, "default", "key", [session_id.encode()], limit=9)
             for session_id in sessions
         }
-        other_key = conversations.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
+        other_key = inferred.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
     assert found == {
         "mine": (b"mine", ["mine"]),
         "over": (b"", []),

@@ -8,16 +8,20 @@ continues a turn that nothing extends yet. If every candidate has been extended,
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable, Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import cachetools
 
+from proxy.auth import Principal
+from proxy.dialects.base import Call
 from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
-from proxy.sessions.memory import MAX_SESSIONS, LiveSession, SessionCache
-from turnwise.store import conversations
-from turnwise.store.database import Connection, Database
+from proxy.sessions.memory import MAX_SESSIONS, LiveSession
+from proxy.sessions.place import Caller, CallPlace, Sessions, Unnamed, opened_by_call
+from turnwise.features import inferred
+from turnwise.store.database import Connection
 from turnwise.types import Json, SessionStatus
 
 MAX_CANDIDATES = 16
@@ -26,8 +30,6 @@ MAX_COMPARED = 1_000
 """Sessions with the same conversation that one call is compared with, the newest ones."""
 
 
-Caller: TypeAlias = tuple[str, str, int]
-"""Whose conversations a call may continue: a tenant, an API key, and the policy that sampled in them."""
 Candidate: TypeAlias = tuple[LiveSession, KnownTurn]
 """A session that contains the conversation, and the turn that the call would extend in it."""
 
@@ -49,21 +51,17 @@ class SessionIds(cachetools.LRUCache[tuple[Caller, bytes], tuple[str, ...]]):
             self[caller, digest] = (*session_ids, session_id)[-self._max_of_conversation :]
 
 
-class InferredSessions:
+class Inferred(Unnamed):
     """Finds sessions by the conversations and the tool calls that they contain."""
 
-    def __init__(self, cache: SessionCache, database: Database, reserved: Container[str], *, is_shared: bool) -> None:
-        self._cache = cache
-        self._database = database
-        self._is_shared = is_shared
-        self._reserved = reserved
-        """Ids of the turns that running calls extend."""
+    def __init__(self, sessions: Sessions) -> None:
+        super().__init__(sessions)
         self._ids = SessionIds(MAX_SESSIONS)
         """By the conversations of the turns that were committed here, and by the ids of their tool calls."""
         self._unanswered = SessionIds(MAX_SESSIONS)
         """Those whose only calls failed before a token was sampled, by the digest of the request."""
 
-    def add(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
+    def remember(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
         """Let calls of an API key find a session by these turns."""
         session = live.session
         for turn in turns:
@@ -72,8 +70,53 @@ class InferredSessions:
             for call_id in turn.call_ids:
                 self._ids.add(caller, call_id.encode(), session.session_id)
 
-    def add_unanswered(self, caller: Caller, request: bytes, live: LiveSession) -> None:
-        self._unanswered.add(caller, request, live.session.session_id)
+    def failed(self, place: CallPlace, caller: Caller, request: bytes) -> None:
+        if not place.live.by_id():
+            self._unanswered.add(caller, request, place.live.session.session_id)
+
+    async def place(self, call: Call, principal: Principal, caller: Caller, request: bytes) -> CallPlace:
+        """Return the open session of this caller that contains what the call extends, or a new session."""
+        sessions = self.sessions
+        conversation = await self._read(call, principal, caller)
+        live, turn = await self._find(conversation, call.messages, caller) or (None, None)
+        if live is None:
+            live = await self.find_by_calls(call.messages, caller)
+        if live is None:
+            live = await self.take_unanswered(caller, request)
+        session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
+        if call.idempotency_key is not None:
+            target = await sessions.writer.do(inferred.claim_target, *caller[:2], call.idempotency_key, session_id)
+            if target != session_id:
+                first = await sessions.cache.open(opened_by_call(target, caller, call))
+                if first.session.status is SessionStatus.OPEN:
+                    return await sessions.place_in(first, call, principal, principal.key_id)
+        if live is None:
+            sessions.metrics.sessions.labels("inferred").inc()
+            live = await sessions.cache.open(opened_by_call(session_id, caller, call))
+        place = await sessions.place_in(live, call, principal, principal.key_id, conversation)
+        place.repeated_by = caller, request
+        is_own = turn is not None and turn.turn_id in place.forest.by_id
+        if turn is not None and is_own and turn.history_digest in place.conversation.full:
+            place.reserved = turn
+            sessions.reserved[turn.turn_id] += 1
+        return place
+
+    async def find(self, call: Call, principal: Principal, caller: Caller) -> LiveSession | None:
+        found = await self._find(await self._read(call, principal, caller), call.messages, caller)
+        return None if found is None else found[0]
+
+    async def _read(self, call: Call, principal: Principal, caller: Caller) -> ConversationDigests:
+        """Read a call's conversation as its turn has it in a session without pins of its own; the call stays as it is.
+
+        A call that names no session is looked for by it, before its session is known.
+        """
+        asked, notes = call.body, call.notes
+        for step in self.sessions.entered:
+            step(call, opened_by_call("", caller, call), principal.root_key_id)
+        try:
+            return await self.sessions.conversations.read(call, principal, self.sessions.cache.fields_read)
+        finally:
+            call.body, call.notes = asked, notes
 
     async def take_unanswered(self, caller: Caller, request: bytes) -> LiveSession | None:
         """Return the open session of a failed request, once: parallel rollouts send equal requests."""
@@ -89,7 +132,7 @@ class InferredSessions:
         self._ids.clear()
         self._unanswered.clear()
 
-    async def find(
+    async def _find(
         self, conversation: ConversationDigests, messages: Sequence[Json], caller: Caller
     ) -> Candidate | None:
         """Return the session that contains the longest part of the conversation, where that is decidable.
@@ -103,9 +146,9 @@ class InferredSessions:
         candidates = await self._candidates(self._ids.find(caller, digests[0]), digests[0], caller)
         chosen = self._choose(candidates, call_ids, is_complete=False)
         # Another worker may have extended it, and another proxy may have completed a reply that was cut off here.
-        if chosen is not None and not self._is_shared and not chosen[1].is_aborted:
+        if chosen is not None and not self.sessions.is_shared and not chosen[1].is_aborted:
             return chosen
-        is_handoff, digest, stored = await self._database.fetch(_read_candidates, caller, conversation)
+        is_handoff, digest, stored = await self.sessions.database.fetch(_read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)
         # A handoff, with an equal dialogue only, does not branch from a turn that another call has extended.
         return self._choose(candidates, call_ids, is_complete=not is_handoff)
@@ -127,7 +170,9 @@ class InferredSessions:
         if not same_run and is_other_run and not is_complete:
             return None
         alike = same_run or candidates
-        free = [(live, turn) for live, turn in alike if not turn.has_child and turn.turn_id not in self._reserved]
+        free = [
+            (live, turn) for live, turn in alike if not turn.has_child and turn.turn_id not in self.sessions.reserved
+        ]
         num_sessions = len({live.session.session_id for live, _ in candidates})
         is_branch = is_complete and num_sessions == 1 and not is_other_run
         if free or same_run or is_branch:
@@ -148,7 +193,7 @@ class InferredSessions:
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
-        live = await self._cache.find_stored(caller[0], session_id)
+        live = await self.sessions.cache.find_stored(caller[0], session_id)
         return None if live is None or live.session.status is not SessionStatus.OPEN else live
 
     async def _candidates(
@@ -160,7 +205,7 @@ class InferredSessions:
             if live is None:
                 continue
             if refresh:
-                await self._cache.refresh(live)
+                await self.sessions.cache.refresh(live)
             for forest in (live.forests[caller[2]], live.forests[live.session.policy_id], *live.forests.values()):
                 if turns := forest.by_history.get(digest) or forest.by_dialogue.get(digest, ()):
                     found += [(live, turn) for turn in turns]
@@ -179,7 +224,7 @@ def _read_candidates(
         Whether only the dialogue is equal, its digest, and the ids of the sessions.
     """
     tenant, key_id, policy_id = caller
-    find = functools.partial(conversations.sessions_of_conversation, connection, tenant, key_id, limit=MAX_CANDIDATES)
+    find = functools.partial(inferred.sessions_of_conversation, connection, tenant, key_id, limit=MAX_CANDIDATES)
     digest, session_ids = find(conversation.after_replies(conversation.full), policy_id=policy_id)
     if session_ids:
         return False, digest, session_ids
