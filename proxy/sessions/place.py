@@ -348,11 +348,12 @@ class Sessions:
         thinking = {turn.num_messages - 1: turn.reasoning for turn in path if turn.reasoning}
         # A copy: another call that begins with the same messages may complete the list at the same time.
         kinds = conversation.kinds[:]
-        if template.num_rendered(continued, conversation) > RENDERED_HERE or not template.is_local:
+        rendering = template.short or template
+        if rendering.num_rendered(continued, conversation) > RENDERED_HERE or not template.is_local:
             tenant = place.session.tenant
-            between = await self._threads.run(tenant, template.next_ids, continued, kinds, thinking)
+            between = await self._threads.run(tenant, rendering.next_ids, continued, kinds, thinking)
         else:
-            between = template.next_ids(continued, kinds, thinking)
+            between = rendering.next_ids(continued, kinds, thinking)
         conversation.kinds = kinds
         return between
 

@@ -78,7 +78,9 @@ class Continued(NamedTuple):
 class Shortened(Protocol):
     """Renders less of a long conversation, with the same result."""
 
-    def next_ids(self, continued: Continued, kinds: list[int], thinking: Mapping[int, str]) -> TokenIds:
+    def next_ids(
+        self, continued: Continued, kinds: list[int] | None = None, thinking: Mapping[int, str] = NO_THINKING
+    ) -> TokenIds:
         """Return what `ChatTemplate.next_ids` does; `kinds` is completed up to the last message."""
 
     def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:
@@ -100,7 +102,7 @@ class ChatTemplate:
         self.fields_read = NO_FIELDS
         """What the template prints besides role, content and tool calls."""
         self.short: Shortened | None = None
-        """What renders long conversations in short; None renders them whole."""
+        """What renders long conversations in short, in its place; None renders them whole."""
 
     def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
         """Return the prompt's text.
@@ -142,7 +144,10 @@ class ChatTemplate:
         return frozenset(self.tokenizer.all_special_tokens)
 
     def next_ids(
-        self, continued: Continued, kinds: list[int] | None = None, thinking: Mapping[int, str] = NO_THINKING
+        self,
+        continued: Continued,
+        kinds: list[int] | None = None,  # noqa: ARG002
+        thinking: Mapping[int, str] = NO_THINKING,
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one, as `next_ids_of_whole` does.
 
@@ -151,20 +156,18 @@ class ChatTemplate:
         Raises:
             Unsafe: as `next_ids_of_whole`.
         """
-        if self.short is not None:
-            return self.short.next_ids(continued, [] if kinds is None else kinds, thinking)
         return self.next_ids_of_whole(continued._replace(messages=restored(continued.messages, thinking)))
 
-    def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:
+    def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:  # noqa: ARG002
         """Return the bytes of messages that `next_ids` renders."""
-        return conversation.num_bytes if self.short is None else self.short.num_rendered(continued, conversation)
+        return conversation.num_bytes
 
-    def next_ids_of_whole(self, continued: Continued, keep: Callable[[str], None] | None = None) -> TokenIds:
+    def next_ids_of_whole(self, continued: Continued, closings: list[str] | None = None) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
 
         Args:
             continued: the conversation, thinking put back where it was sampled.
-            keep: takes the text that closes the reply, where all is as it must be.
+            closings: gets the text that closes the reply, where all is as it must be.
 
         Raises:
             Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
@@ -191,8 +194,8 @@ class ChatTemplate:
             if not keep_thinking:
                 raise Unsafe("thinking_stripped")
         ids = self.tokenise_after(continued, end, after)
-        if keep is not None:
-            keep(closing)
+        if closings is not None:
+            closings.append(closing)
         return ids
 
     def tokenise_after(self, continued: Continued, end: str, after: str) -> TokenIds:

@@ -265,7 +265,7 @@ def test_a_template_that_refuses_starts_a_chain_with_its_reason(proxy, monkeypat
         raise Unsafe("thinking_stripped")
 
     session, told = two_turns(proxy)
-    monkeypatch.setattr(proxy.sessions.template, "next_ids", refuse)
+    monkeypatch.setattr(proxy.sessions.template.short, "next_ids", refuse)
     proxy.call(session, [*told, user("Why?")])
     turn = proxy.turns(session)[2]
     assert (turn.outcome, turn.reason, turn.parent_turn_id) == (RETOKENISED, "thinking_stripped", None)
@@ -282,8 +282,8 @@ def test_a_long_message_is_rendered_in_a_thread_and_thinking_is_put_back_into_th
         seen.append((threading.current_thread().name.startswith("render"), shown))
         return render(continued, kinds, thinking)
 
-    render = proxy.sessions.template.next_ids
-    monkeypatch.setattr(proxy.sessions.template, "next_ids", next_ids)
+    render = proxy.sessions.template.short.next_ids
+    monkeypatch.setattr(proxy.sessions.template.short, "next_ids", next_ids)
     session = f"played-{next(IDS)}"
     told = [user("Hello.")]
     for reasoning, text in (("one", "Go on."), (None, "Why?"), ("three", "long " * 2_000), (None, "")):

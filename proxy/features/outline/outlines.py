@@ -30,7 +30,7 @@ from jinja2 import nodes, sandbox
 from proxy.features.outline.probes import long_conversations, with_other_text
 from proxy.sessions import template as templates
 from proxy.sessions.conversation import ConversationDigests, canonical_content, tool_call_ids
-from proxy.sessions.template import ChatTemplate, Continued, Reason, Unsafe, restored
+from proxy.sessions.template import NO_THINKING, ChatTemplate, Continued, Reason, Unsafe, restored
 from turnwise import tokenizer as tokenizers
 from turnwise.files import write_whole
 from turnwise.json_text import dumps
@@ -64,7 +64,9 @@ class Outlines:
         self._closings: cachetools.FIFOCache[Hashable, str] = cachetools.FIFOCache(MAX_CLOSINGS)
         """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
 
-    def next_ids(self, continued: Continued, kinds: list[int], thinking: Mapping[int, str]) -> TokenIds:
+    def next_ids(
+        self, continued: Continued, kinds: list[int] | None = None, thinking: Mapping[int, str] = NO_THINKING
+    ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
 
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
@@ -79,7 +81,7 @@ class Outlines:
         template = self._template
         if not renders_in_short(continued):
             return template.next_ids_of_whole(continued._replace(messages=restored(continued.messages, thinking)))
-        short, all_kinds = self._outliner.shortened(continued, kinds, thinking)
+        short, all_kinds = self._outliner.shortened(continued, [] if kinds is None else kinds, thinking)
         if short.reasoning:  # whether a template prints thinking may depend on its text
             return template.next_ids_of_whole(short)
         end_token = short.last_token if short.last_token in template.ends else None
@@ -94,12 +96,11 @@ class Outlines:
                 return template.tokenise_after(short, *template.split_at_end(rest, known, short))
             except Unsafe:
                 pass  # the check of the whole decides
-
-        def keep(closing: str) -> None:
-            with self._lock:
-                self._closings[key] = closing
-
-        return template.next_ids_of_whole(short, keep)
+        closings: list[str] = []
+        found = template.next_ids_of_whole(short, closings)
+        with self._lock:
+            self._closings[key] = closings[0]
+        return found
 
     def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:
         known = len(conversation.kinds)
@@ -309,7 +310,9 @@ def _continues_alike(template: ChatTemplate, probe: Continued) -> bool:
     probes = [probe]
     if not probe.reasoning:
         probes.append(probe._replace(messages=with_other_text(probe.messages)))
-    return all(_answer(template.next_ids, each) == _answer(template.next_ids_of_whole, each) for each in probes)
+    assert template.short is not None
+    shortened = template.short.next_ids
+    return all(_answer(shortened, each) == _answer(template.next_ids_of_whole, each) for each in probes)
 
 
 def _answer(continuation: Callable[[Continued], TokenIds], probe: Continued) -> list[int] | Reason:

@@ -61,7 +61,7 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls, late):
     other = [*messages[:-1], {**messages[-1], "tool_call_id": "c2"}]
     for sent in (messages, [*messages, *late], other):
         continued = Continued(sent, replied, end, "", None, {}, keep_thinking=False)
-        found = template.next_ids(continued)
+        found = (template.short or template).next_ids(continued)
         assert found.tolist() == template.next_ids_of_whole(continued).tolist()
         assert ("f.do_2" in template.text_of(list(found))) == (sent is other or sent[-1:] == late)
 
@@ -145,10 +145,11 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     template, (messages, replied) = shortened(family), conversation
     ending = (min(template.end_tokens) if ended else 5), messages[replied].get("reasoning", "")
     whole = answered(template.next_ids_of_whole, messages, replied, ending, keep_thinking=keep_thinking)
-    assert answered(template.next_ids, messages, replied, ending, keep_thinking=keep_thinking) == whole
+    next_ids = (template.short or template).next_ids
+    assert answered(next_ids, messages, replied, ending, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
     thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
-    continuation, half = functools.partial(template.next_ids, kinds=[]), sent[: len(sent) // 2]
+    continuation, half = functools.partial(next_ids, kinds=[]), sent[: len(sent) // 2]
     if (first := next((at for at, message in enumerate(half) if message["role"] == "assistant"), None)) is not None:
         earlier = {at: text for at, text in thinking.items() if at < len(half)}
         answered(functools.partial(continuation, thinking=earlier), half, first, ending, keep_thinking=keep_thinking)
@@ -183,6 +184,6 @@ def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
     messages.append({"role": "user", "content": LONG})
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("a", "b", "c")]
     continued = Continued(messages, 39, min(template.end_tokens), "", tools, {}, keep_thinking=False)
-    found = template.next_ids(continued)
+    found = (template.short or template).next_ids(continued)
     assert template.short is not None
     assert found.tolist() == template.next_ids_of_whole(continued).tolist()
