@@ -28,15 +28,16 @@ from rollouts import SIZES, write_model
 from safetensors.torch import load_file
 from turnwise_fake_engine.tokens import write_tokenizer
 
-from trainer.features import Settings
-from trainer.publish.weight_server import WeightServer
+from trainer.features.transfers import HeldVersions
+from trainer.features.transfers.server import WeightServer
 from turnwise.engine_plugin import BACKEND
+from turnwise.features import transfers
 from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import notices, versions
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -62,9 +63,9 @@ def measure_publish(directory: Path, *, is_small: bool, engine: str) -> dict[str
     model = written_model(directory, is_small)
     with serving(directory, model, engine, Path("publish")) as (_, proxy_url, database, kind):
         weights = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}
-        server = WeightServer(Settings())
+        server = WeightServer(HeldVersions())
         with database.write() as connection:
-            notices.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
+            transfers.announce_weights(connection, "gpu-check", server.url, datetime.now(UTC))
         watched, updates = Watched(), list[tuple[float, float]]()
         with streams(proxy_url, num_streams, watched):
             for version in range(1, num_updates + 1):

@@ -117,7 +117,7 @@ def metrics() -> list[str]:
         for name, (text, *labels) in STORED.items()
     ]
     made = Metrics()
-    counting = (*features.STEPS, *features.served().beside)
+    counting = (*features.STEPS, *features.served().beside, features.served().reload.loader)
     counted = [each for kind in counting for each in kind.counters.values()]
     counted += [each for step in features.STEPS for each in step.unpacked.values()]
     added = [made.counter(*each) for each in counted]

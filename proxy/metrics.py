@@ -151,9 +151,6 @@ class Metrics:
         self.adapter_loads = self.counter(
             "turnwise_adapter_loads", "Adapters that an engine loaded at a call that waited for it"
         )
-        self.weight_transfers = self.counter(
-            "turnwise_weight_transfers", "Transfers of weights from a trainer's memory by result", ["result"]
-        )
         self.reload_seconds = self._histogram("turnwise_reload_pause_seconds", "Time that a reload paused the engines")
         self.canary_calls = self.counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"])
         self.canaries = self.counter("turnwise_canaries", "Canaries by result", ["result"])

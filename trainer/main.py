@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -20,12 +19,10 @@ import torch
 import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
 from trainer.features import FEATURES
-from trainer.features.devices import Processes, check_divisible, leave_world
+from trainer.features.devices import check_divisible, leave_world
 from trainer.model.optimizer import check_optimizer
 from trainer.policies import Policies, PolicyNames
-from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
-from trainer.train import Recorder
 from turnwise.errors import SettingsError
 from turnwise.telemetry.logs import configure_logging
 from turnwise.types import PolicyKind
@@ -46,7 +43,7 @@ def run(settings: TrainerSettings) -> int:
         check_startable(settings)
         for handler in logging.getLogger().handlers:
             handler.addFilter(PolicyNames())
-        trained = Policies(settings, _optional_recorders, FEATURES)
+        trained = Policies(settings, FEATURES)
         with contextlib.closing(trained), _stopped_by_signals(trained):
             trained.learn()
     finally:
@@ -76,24 +73,8 @@ def check_startable(settings: TrainerSettings) -> None:
     check_divisible(settings)
     try_algorithm(settings.algorithm)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
-    for package in settings.recorders:
-        check_package(package)
-
-
-def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
-    recorders: list[Recorder] = []
-    if not Processes().is_first:
-        return recorders
-    if settings.progress:
-        recorders.append(ProgressLine())
-    config = settings.model_dump(mode="json")
-    for package, place in settings.recorders.items():
-        if package == "tensorboard":
-            recorders.append(TensorBoard(Path(place)))
-        else:
-            tracked = WeightsAndBiases if package == "wandb" else Trackio
-            recorders.append(tracked(place, config, settings.policies_dir / f"{package}-run.txt"))
-    return recorders
+    for check in FEATURES.checks:
+        check(settings)
 
 
 @contextlib.contextmanager

@@ -11,21 +11,30 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import logging
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from trainer.claims.claims import Claims
+from trainer.claims.holds import Beside
 from trainer.claims.ledger import StopFlag, UpdateIds
+from trainer.model.agent import PolicyAgent
+from trainer.model.critic import Critic
+from trainer.model.heads import Head, Reference
 from trainer.model.model import Policy
+from trainer.model.optimizer import make_optimizer
 from trainer.settings import TrainerSettings
-from trainer.train import Features, Recorder, Shared, Training, make_parts
+from trainer.train import Features, Training
+from trainer.versions.resume import OptimizerLike
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
-from turnwise.store import notices, policies
+from turnwise.store import policies, trainer_reports
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
@@ -35,6 +44,47 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 SHORTEST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The parts that the policies of one process share."""
+
+    db: Database
+    model: Policy
+    """They train adapters of it, in turns (`State.enter`)."""
+    update_ids: UpdateIds | None = None
+    stopped: StopFlag | None = None
+    """Both None for one policy alone."""
+    first: dict[type[Beside[Any]], Beside[Any]] = dataclasses.field(default_factory=dict)
+    """What stands beside the first policy."""
+
+
+def make_parts(
+    settings: TrainerSettings,
+    policy: NamedPolicy | None = None,
+    shared: Shared | None = None,
+    features: Features = Features(),  # noqa: B008  it is frozen
+) -> tuple[Claims, PolicyAgent, OptimizerLike]:
+    """Make the parts of a policy's training from its settings; nothing is loaded yet."""
+    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings, features.terms))
+    claims = next((kind for kind in features.claims if kind.is_on(settings)), Claims)(
+        shared.db,
+        settings,
+        policy=policy,
+        update_ids=shared.update_ids,
+        stopped=shared.stopped,
+        terms=shared.model.terms,
+        holds=features.holds,
+    )
+    heads: list[Head] = []
+    if settings.algorithm.needs_reference:
+        base = Policy(settings, features.terms) if settings.kind is PolicyKind.FULL else None
+        heads.append(Reference(shared.model, base))
+    if settings.algorithm.needs_values:
+        heads.append(Critic(shared.model))
+    learner = features.agent(shared.model, settings, heads)
+    return claims, learner, functools.partial(make_optimizer, settings=settings)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -64,16 +114,13 @@ class Policies:
     def __init__(
         self,
         settings: TrainerSettings,
-        recorders: Callable[[TrainerSettings], list[Recorder]] = lambda _: [],
         features: Features = Features(),  # noqa: B008  it is frozen
     ) -> None:
         """Prepare the default policy's training under these settings; nothing is loaded yet.
 
-        The settings of the other policies differ in names and directories alone. `recorders` makes a policy's
-        recorders from its settings, besides the file in its directory. `features` stand beside the core.
+        The settings of the other policies differ in names and directories alone. `features` stand beside the core.
         """
         self._settings = settings
-        self._recorders = recorders
         self._features = features
         self._stopped = StopFlag()
         db = Database(settings.database.get_secret_value())
@@ -135,10 +182,8 @@ class Policies:
 
     def _training(self, policy: NamedPolicy | None) -> Training:
         settings = settings_of(self._settings, policy)
-        parts = make_parts(
-            settings, policy, self._shared, has_buffer=settings.workflow == "off_policy", features=self._features
-        )
-        training = Training(*parts, settings=settings, features=self._features)
+        parts = make_parts(settings, policy, self._shared, self._features)
+        training = Training(*parts, settings=settings, features=self._features, first=self._shared.first)
         if policy is None:
             training.learner.shard(self._features.place(settings))
         if settings.compile:
@@ -148,11 +193,11 @@ class Policies:
 
     def _begin(self, number: int, training: Training) -> None:
         with self._set_aside_on_error(number, training):
-            for recorder in self._recorders(training.settings):
-                training.recorder.add(recorder)
+            if training.learner.world.is_first:
+                for recorder in self._features.recorders(training.settings, training.claims.policy):
+                    training.recorder.add(recorder)
             if number != DEFAULT_POLICY:
                 self._check_shares_model()
-                training.weights = self._default.weights
             state = training.setup(self._settings.seed)
             self._trained[number] = Trained(training=training, state=state)
 
@@ -195,7 +240,7 @@ class Policies:
         if is_deleted:
             shutil.rmtree(self._settings.policies_dir / str(number), ignore_errors=True)
             with self._shared.db.write() as conn:
-                notices.delete_report(conn, f"{self._settings.trainer_id}/{number}")
+                trainer_reports.delete_report(conn, f"{self._settings.trainer_id}/{number}")
 
     @contextlib.contextmanager
     def _set_aside_on_error(self, number: int, training: Training) -> Iterator[None]:
@@ -219,8 +264,6 @@ class Policies:
             training_policy.reset(named)
 
     def _close(self, training: Training) -> None:
-        if training is not self._default:
-            training.weights = None  # the default policy's
         self.trainings.remove(training)
         training.close()
 
@@ -229,11 +272,9 @@ def settings_of(settings: TrainerSettings, policy: NamedPolicy | None) -> Traine
     if policy is None:
         return settings
     number = str(policy.policy_id)
-    board = settings.recorders.get("tensorboard")
     changes = {
         "policies_dir": settings.policies_dir / number,
         "trainer_id": f"{settings.trainer_id}/{number}",
-        "recorders": {"tensorboard": f"{board}/{number}"} if board else {},
         "algorithm": type(settings.algorithm)(settings.algorithm.settings),
     }
     return settings.model_copy(update=changes)

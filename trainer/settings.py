@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import safetensors
 from pydantic import Field, SecretStr, model_validator
 
 from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.batch.selection import SelectionRule
-from turnwise.settings import FromJson
 from turnwise.types import Json, PolicyKind, Role
 from turnwise.version_directory import weight_files
 
@@ -39,7 +38,6 @@ class TrainerSettings(SelectionRule):
     its settings. docs/algorithms.md lists the algorithms."""
     policies_dir: Path = Path("policies")
     """Directory of the policy versions; engines must see it under the same path."""
-    workflow: Literal["on_policy", "off_policy"] = "on_policy"
     seed: int = 0
 
     # When a batch is claimed, and of what
@@ -99,11 +97,6 @@ class TrainerSettings(SelectionRule):
     max_grad_norm: float = Field(default=1.0, gt=0)
     row_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
-    buffer_groups: int = Field(default=512, ge=1)
-    """Off policy: groups that the replay buffer holds; the oldest ones leave first."""
-    buffer_min_groups: int = Field(default=32, ge=1)
-    """Off policy: groups that the buffer must hold before the first update."""
-    buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
 
     # How the model is held and computed
     device: str = "auto"
@@ -116,9 +109,6 @@ class TrainerSettings(SelectionRule):
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
     process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
-    router_replay: bool = True
-    """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
-    engine with `--enable-return-routed-experts`, for calls that do not stream."""
     lora_rank: int = Field(default=16, ge=1)
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers that get an adapter; by default all of the language model that engines serve adapters
@@ -146,34 +136,9 @@ class TrainerSettings(SelectionRule):
     """Versions that stay on disk, besides the active, the pinned and the newest one."""
     keep_every: int | None = Field(default=None, ge=1)
     """Versions whose number is a multiple of this stay on disk for good."""
-    keep_best: int = Field(default=0, ge=0)
-    """So many versions with the best evaluations stay on disk, by mean reward."""
-    weight_transfer: bool = True
-    """Send whole weights from memory to engines that were started for it (`turnwise engine`); other engines, and
-    adapters, read the version's directory. False: all do."""
-    weight_host: str = "127.0.0.1"
-    """Address of this machine at which the proxy and the engines ask for weights; on several machines one that all of
-    them reach, on a private network."""
-    engine_sleep_level: Literal[0, 1, 2] = 0
-    """Let engines on the same GPU sleep while the trainer computes, by vLLM's sleep mode: 1 moves their weights to host
-    memory, 2 drops them and loads the served version again; 0 never. The proxy needs `engine_sleep = true`."""
 
-    # Evaluation and records
-    evaluate_every: int | None = Field(default=None, ge=1)
-    """Batches between evaluations; None never evaluates."""
-    evaluation_command: tuple[str, ...] = ()
-    """Command that plays held-out tasks through the proxy, in sessions of split `eval`. Empty: only read the eval
-    sessions that others played."""
-    evaluation_seconds: float = Field(default=600.0, gt=0, le=365 * 86400)
-    """Time limit of the evaluation command."""
-    proxy_url: str = "http://127.0.0.1:8100"
-    """Address of the proxy, which evaluation commands get with a key and the version in their environment."""
+    # The process
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    progress: bool = True
-    """Log one line a batch: version, reward, groups, seconds and gauges."""
-    recorders: Annotated[dict[Literal["tensorboard", "wandb", "trackio"], str], FromJson] = Field(default_factory=dict)
-    """Where else numbers are written, by the package: a directory of event files for TensorBoard, a project of
-    Weights & Biases or of trackio."""
 
     @model_validator(mode="before")
     @classmethod

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
-from torch import Tensor
 
 from trainer.batch.advantages import moved_on
 from trainer.batch.batch import trained_turns
@@ -26,26 +22,19 @@ from trainer.batch.ratios import finite
 from trainer.batch.selection import Selection
 from trainer.checks.gap import GapCheck
 from trainer.claims.claims import Claims
-from trainer.claims.holds import Hold, PublishingGate, Rewind
-from trainer.claims.ledger import ClaimedBatch, StopFlag, UpdateIds
-from trainer.evaluate import Evaluator
+from trainer.claims.holds import Beside, Hold, Rewind, own
+from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
-from trainer.model.critic import Critic
-from trainer.model.heads import Head, Reference
-from trainer.model.model import Policy, Whole
-from trainer.model.optimizer import make_optimizer
+from trainer.model.model import Whole
 from trainer.model.terms import Term
 from trainer.publish.checkpoint import Checkpoints
-from trainer.publish.weight_server import WeightServer
-from trainer.replay import ReplayBuffer
 from trainer.settings import TrainerSettings
 from trainer.update import Updates, left_out_gauges
-from trainer.versions.starts import OptimizerLike, States
+from trainer.versions.resume import OptimizerLike, States
 from trainer.versions.state import Commits, NewVersion, State, probe_of
 from turnwise.errors import BatchRefused
 from turnwise.files import append_lines
-from turnwise.store.database import Database
-from turnwise.types import Json, PolicyKind, utc_now
+from turnwise.types import Json, utc_now
 from turnwise.types import Policy as NamedPolicy
 from turnwise.version_directory import base_version, read_manifest
 
@@ -59,59 +48,17 @@ class Features:
     """What stands beside the core, in the order in which it is asked; by default nothing."""
 
     terms: tuple[type[Term], ...] = ()
-    holds: tuple[type[Hold], ...] = ()
-    gates: tuple[type[PublishingGate], ...] = ()
+    holds: tuple[type[Hold[Any]], ...] = ()
+    beside: tuple[type[Beside[Any]], ...] = ()
+    claims: tuple[type[Claims], ...] = ()
+    """Claims that may stand in the place of the core's; the first one that is on does."""
+    recorders: Callable[[TrainerSettings, NamedPolicy | None], list[Recorder]] = lambda *_: []
+    """Makes a policy's recorders, besides the file in its directory, from its settings."""
+    checks: tuple[Callable[[TrainerSettings], None], ...] = ()
+    """What would stop a start, before anything is loaded; each raises SettingsError."""
     agent: type[PolicyAgent] = PolicyAgent
     place: Callable[[TrainerSettings], Whole] = lambda _: Whole()
     """Returns where the weights of a model are held."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """The parts that the policies of one process share."""
-
-    db: Database
-    model: Policy
-    """They train adapters of it, in turns (`State.enter`)."""
-    update_ids: UpdateIds | None = None
-    stopped: StopFlag | None = None
-    """Both None for one policy alone."""
-
-
-Parts = tuple[Claims, PolicyAgent, OptimizerLike, Evaluator, *tuple[ReplayBuffer, ...]]
-"""The parts of a training, in the order in which a workflow takes them; nothing is loaded yet."""
-
-
-def make_parts(
-    settings: TrainerSettings,
-    policy: NamedPolicy | None = None,
-    shared: Shared | None = None,
-    *,
-    has_buffer: bool,
-    features: Features = Features(),
-) -> Parts:
-    """Make the parts of a policy's training from its settings."""
-    shared = shared or Shared(db=Database(settings.database.get_secret_value()), model=Policy(settings, features.terms))
-    claims = Claims(
-        shared.db,
-        settings,
-        with_imported=not has_buffer and not settings.algorithm.needs_behaviour,
-        is_paced=not has_buffer,
-        policy=policy,
-        update_ids=shared.update_ids,
-        stopped=shared.stopped,
-        terms=shared.model.terms,
-        holds=features.holds,
-    )
-    heads: list[Head] = []
-    if settings.algorithm.needs_reference:
-        own = Policy(settings, features.terms) if settings.kind is PolicyKind.FULL else None
-        heads.append(Reference(shared.model, own))
-    if settings.algorithm.needs_values:
-        heads.append(Critic(shared.model))
-    learner = features.agent(shared.model, settings, heads)
-    buffers = [ReplayBuffer(claims, settings)] if has_buffer else []
-    return claims, learner, functools.partial(make_optimizer, settings=settings), Evaluator(claims, settings), *buffers
 
 
 class Training:
@@ -122,29 +69,30 @@ class Training:
         claims: Claims,
         learner: PolicyAgent,
         optimizer: OptimizerLike,
-        evaluator: Evaluator | None,
-        buffer: ReplayBuffer | None = None,
         *,
         settings: TrainerSettings,
         features: Features = Features(),
+        first: dict[type[Beside[Any]], Beside[Any]] | None = None,
     ) -> None:
-        """Put claimed groups into the buffer, and sample batches from it; None trains the claimed groups themselves."""
-        is_sample = buffer is not None
+        """`first` is what stands beside the first policy of the process, which is added to; None for one alone."""
         self.claims = claims
         self.learner = learner
-        self.optimizer = optimizer
-        self.evaluator = evaluator
-        self.buffer = buffer
         self.settings = settings
         self.recorder = ChainRecorder([JsonLines(settings.policies_dir / "trainer.jsonl")])
         self.checkpoints = Checkpoints(settings.policies_dir, keep=settings.keep_versions)
         self.states = States(learner, self.checkpoints, optimizer, settings)
-        gap_check = GapCheck(learner, self.checkpoints, settings)
-        self.updates = Updates(self.claims, learner, gap_check, is_sample=is_sample)
-        self.gates = [gate(claims, learner) for gate in features.gates if gate.is_on(settings)]
-        self.commits = Commits(self.claims, learner, self.checkpoints, settings, keeps_refused=is_sample)
-        self.weights: WeightServer | None = None
-        """Hands weights to engines; None where they read directories. In the first process alone."""
+        self.updates = Updates(claims, learner, GapCheck(learner, self.checkpoints, settings))
+        first = {} if first is None else first
+        self.beside: list[Beside[Any]] = []
+        for kind in features.beside:
+            if kind.is_on(settings):
+                self.beside.append(kind(claims, learner, first))
+                first.setdefault(kind, self.beside[-1])
+        self._computing = own(self.beside, Beside.computing)
+        self._why_unpublished = own(self.beside, Beside.why_unpublished)
+        self._takes = own(self.beside, Beside.takes)
+        kept = own(self.beside, Beside.kept_versions)
+        self.commits = Commits(claims, learner, self.checkpoints, settings, kept)
         self.patience: float | None = None
         """Seconds to wait for a batch; None without an end, 0 where other policies train meanwhile."""
 
@@ -169,54 +117,38 @@ class Training:
         if world.is_first:
             self.checkpoints.discard_after(max(self.claims.newest_version(), last.policy_version if last else 0))
             self.claims.open(base_version(self.settings.model), state.progress.policy_version)
-            self._serve_weights()
         probe = read_manifest(self.states.policy_directory(state.progress.policy_version)).get("probe")
         self.commits.start(state.progress.policy_version, probe)
         self.learner.find_room(is_new=last is None)
+        for each in self.beside:
+            each.opened(last.policy_version if last else 0, probe)
         if last is None:
             return state
         log.info("resuming after update %d at policy version %d", last.update_id, last.policy_version)
-        if last.policy_version and self._sends_weights:
-            self._hold(last.policy_version, self.learner.policy.trained_state(), probe)
         return self.states.with_missed(state, self.claims)
 
     def step(self, state: State) -> tuple[Json, State]:
-        """Train on one batch: claim, advantages, optimizer steps, gate, publish, acknowledge; no gauges without one.
-
-        With a replay buffer the claimed groups move into it, and once it holds enough, a sample of it is trained. The
-        claim is acked with the update, so each group enters the buffer exactly once. A sampled group that left the
-        ledger's claims long ago is only read again.
-        """
+        """Train on one batch: claim, advantages, optimizer steps, publish, acknowledge; no gauges without one."""
         self.commits.settle()
         world = self.learner.world
-        claimed = world.share(self.claims.next(state.progress, self.patience) if world.is_first else None)
+        claimed = world.share(self.claims.next(state.progress, self.patience, state.kept) if world.is_first else None)
         if claimed is None:
             return {}, state
         if isinstance(claimed, Rewind):
             return self.step(self._rewound(state, claimed))
         if claimed.pinned is None:
             state = state.with_progress(rewound_to=None)
-        if self.buffer is None:
-            return self._train(state, *self.updates.refilled(claimed, state, self.patience))
-        state = dataclasses.replace(state, buffer=self.buffer.add(state.buffer, claimed))
-        if not self.buffer.can_sample(state.buffer):
-            metrics = {"num_buffered_groups": len(state.buffer)}
-            return self.commits.finish_untrained(state, claimed, metrics, None)
-        pks, buffer = self.buffer.sample(state.buffer, self.settings.groups_per_batch, state.rng())
-        state = dataclasses.replace(state, buffer=buffer)
-        sampled = dataclasses.replace(claimed, experiences=self.buffer.read(buffer, pks))
-        return self._train(state, sampled, self.updates.select(sampled, state))
+        if claimed.kept is not None:
+            state = dataclasses.replace(state, kept=claimed.kept)
+        if claimed.untrained is not None:
+            return self.commits.finish_untrained(state, claimed, claimed.untrained, None)
+        return self._train(state, *self.updates.refilled(claimed, state, self.patience))
 
     def _rewound(self, state: State, to: Rewind) -> State:
         self.commits.finish_writing()  # the state to go back to may be among what is written now
         state = self.states.rewound(state, to)
         self.commits.go_back(state.progress.policy_version)
         return state
-
-    def evaluate(self, state: State) -> tuple[Json, State]:
-        if self.evaluator is None or not self.learner.world.is_first:
-            return {}, state
-        return self.evaluator.evaluate(state.progress.policy_version), state
 
     def learn(self, state: State) -> State:
         """Step until the configured end, or until the source is closed."""
@@ -235,10 +167,8 @@ class Training:
             return False, state
         done = state.progress.num_batches
         self._record(metrics, done)
-        every = self.settings.evaluate_every
-        if every is not None and (done % every == 0 or self.is_done(state)):
-            metrics, state = self.evaluate(state)
-            self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
+        for each in self.beside:
+            self._record(each.trained(state.progress, is_last=self.is_done(state)), done)
         return True, state
 
     def stop(self) -> None:
@@ -248,45 +178,11 @@ class Training:
     def close(self) -> None:
         self.commits.close()
         self.learner.algorithm.close()
-        if self.weights is not None:
-            self.claims.announce_weights(None)
-            self.weights.close()
+        for each in self.beside:
+            each.close()
         self.claims.close()
         self.recorder.close()
         self.checkpoints.close()
-
-    def _serve_weights(self) -> None:
-        if self.weights is not None:
-            return
-        if self._sends_weights or self.settings.engine_sleep_level:
-            self.weights = WeightServer(self.settings)
-        self.claims.announce_weights(None if self.weights is None else self.weights.url)
-
-    @contextlib.contextmanager
-    def _engines_asleep(self) -> Iterator[None]:
-        """Let engines on the same GPU sleep for the block, in which the trainer computes."""
-        if not self.settings.engine_sleep_level:
-            yield
-            return
-        with contextlib.nullcontext() if self.weights is None else self.weights.engines_asleep():
-            self.learner.world.from_first(lambda: None)  # the other processes wait for the first one
-            try:
-                yield
-            finally:
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-
-    @property
-    def _sends_weights(self) -> bool:
-        return self.settings.weight_transfer and self.settings.kind is PolicyKind.FULL
-
-    def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> bool:
-        if self.weights is None or not self._sends_weights:
-            return False
-        is_held = self.weights.held.hold(version, self.learner.policy.published(weights), probe)
-        if not is_held:
-            log.error("version %d has weights that are not finite; engines will refuse its directory", version)
-        return is_held
 
     def _record(self, metrics: Json, step: int) -> None:
         if self.learner.world.is_first and metrics:
@@ -299,7 +195,9 @@ class Training:
         if batch is None:
             return self._finish_untrained(state, claimed, metrics, selection)
         try:
-            with self._engines_asleep():
+            with contextlib.ExitStack() as around:
+                for computing in self._computing:
+                    around.enter_context(computing())
                 batch, credit_gauges = self.updates.with_token_credit(batch, selection)
                 self.commits.probe_base(state, selection.trained())
                 num_steps, gauges = self.updates.take(state, claimed, batch, selection, self._record)
@@ -315,11 +213,11 @@ class Training:
         turn_ids = trained_turns(batch)
         metrics |= left_out_gauges(claimed, selection, turn_ids, self.learner.settings)
         metrics |= {"num_updates": num_steps, "seconds": trained_at - started}
-        refusal = None
-        for gate in self.gates:
-            gauges, why = gate.why_unpublished(state.progress.policy_version)
+        unpublished = None
+        for why_unpublished in self._why_unpublished:
+            gauges, why = why_unpublished(state.progress.policy_version)
             metrics |= gauges
-            refusal = refusal or why
+            unpublished = unpublished or why
         version = self.commits.next_version(state)
         probe = self.commits.with_base(probe_of(state.policy, selection.trained()))
         weights = self.learner.policy.trained_state()
@@ -327,10 +225,10 @@ class Training:
             version=version,
             weights=weights,
             probe=probe,
-            is_held=self._hold(version, weights, probe),
+            is_held=any(takes(version, weights, probe) for takes in self._takes),
             trained_at=trained_at,
             trained=selection.advantages_by_session(turn_ids),
-            refusal=refusal,
+            unpublished=unpublished,
         )
         return self.commits.commit(state, claimed, selection, metrics, num_steps, made)
 

@@ -45,12 +45,10 @@ _DRAW = 1
 class Updates:
     """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
-    def __init__(self, claims: Claims, learner: PolicyAgent, gap_check: GapCheck, *, is_sample: bool) -> None:
-        """`is_sample`: the experiences come from a replay buffer, into which the claimed groups are put."""
+    def __init__(self, claims: Claims, learner: PolicyAgent, gap_check: GapCheck) -> None:
         self._claims = claims
         self._learner = learner
         self._gap_check = gap_check
-        self._is_sample = is_sample
 
     def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> tuple[ClaimedBatch, Selection]:
         """Return the batch with further groups in the place of those of equal rewards, if there are any; and what fits.
@@ -65,6 +63,8 @@ class Updates:
         size = claimed.claim.size(singles)
         needed = -(-size // SMALLEST_PART) if settings.refill_seconds is None else size
         selection = self.select(claimed, state)
+        if not claimed.may_grow:
+            return claimed, selection
         while len(claimed.claim.groups) < most:
             uniform = {key for key, why in selection.refused.items() if why == UNIFORM}
             missing = needed - (claimed.claim.size(singles) - claimed.claim.size(singles, uniform))
@@ -84,17 +84,14 @@ class Updates:
         return claimed, self.select(claimed, state)
 
     def select(self, claimed: ClaimedBatch, state: State) -> Selection:
-        keys = {experience.group_key for experience in claimed.experiences}
-        if not self._is_sample:
-            keys |= claimed.group_keys
-        return select(claimed.experiences, sorted(keys), self._learner.algorithm, self._learner.settings, state.singles)
+        keys, settings = sorted(claimed.keys), self._learner.settings
+        return select(claimed.experiences, keys, self._learner.algorithm, settings, state.singles)
 
     def batch_of(self, claimed: ClaimedBatch, selection: Selection, state: State) -> tuple[Batch | None, Json]:
         """Return what was selected of a claim with imported experiences at its end, and gauges; None without any."""
         imitation = self._learner.algorithm.imitation
         for reason, count in Counter(selection.refused.values()).most_common(MOST_REASONS):
             log.info("not trained: %d of %d groups, %s", count, len(claimed.group_keys), reason)
-        num_groups = len({one.group_key for one in claimed.experiences} if self._is_sample else claimed.claim.groups)
         mixed: Json = {}
         mu = 0.0
         if imitation is not None:
@@ -104,7 +101,7 @@ class Updates:
             mu = share if selection.num_imported else 0.0
             num_sessions = len({experience.session_key for experience in drawn.experiences})
             mixed = {"num_imported_sessions": num_sessions, "mix_mu": share}
-        gauges = claim_gauges(claimed, selection, state, num_groups) | mixed
+        gauges = claim_gauges(claimed, selection, state) | mixed
         if not selection.experiences:
             return None, gauges
         batch = build(
@@ -278,8 +275,8 @@ def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettin
     return max(1, min(settings.num_minibatches, share, num_trained))
 
 
-def claim_gauges(claimed: ClaimedBatch, selection: Selection, state: State, num_groups: int) -> Json:
-    """Return what is known of a batch of this number of groups before it is trained on."""
+def claim_gauges(claimed: ClaimedBatch, selection: Selection, state: State) -> Json:
+    """Return what is known of a batch before it is trained on."""
     sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
     rewards = np.array(list(sessions.values()) or [0.0])
     staleness = [
@@ -293,7 +290,7 @@ def claim_gauges(claimed: ClaimedBatch, selection: Selection, state: State, num_
         "reward_std": float(rewards.std()),
         "staleness_mean": float(np.mean(staleness)),
         "staleness_max": int(max(staleness)),
-        "num_groups": num_groups,
+        "num_groups": claimed.num_groups,
         "num_single_sessions": len({one.session_key for one in claimed.experiences if one.is_single}),
         "num_stale_groups": claimed.claim.num_stale,
         "num_uniform_groups": uniform,

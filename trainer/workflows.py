@@ -6,26 +6,30 @@ The environment is the claims of a ledger, and the agent is the policy with its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from trainer.claims.claims import Claims
-from trainer.evaluate import Evaluator
 from trainer.features import FEATURES, Settings
 from trainer.features.devices import Sharded, join_world
+from trainer.features.evaluation import Evaluation, Evaluator
+from trainer.features.replay import ReplayBuffer, ReplayClaims
 from trainer.model.agent import PolicyAgent
-from trainer.replay import ReplayBuffer
+from trainer.policies import make_parts
 from trainer.settings import TrainerSettings
-from trainer.train import Training, make_parts
-from trainer.versions.starts import OptimizerLike
+from trainer.train import Training
+from trainer.versions.resume import OptimizerLike
+from trainer.versions.state import State
+from turnwise.types import Json
 
-Config = TrainerSettings | Mapping[str, Any]
+Config = Settings | Mapping[str, Any]
 
 
 class RLWorkflow(Training):
     """What every workflow is: five parts, a `State`, and the loop over `step`."""
 
-    has_buffer = False
-    """Whether claimed groups go into a replay buffer, from which batches are sampled."""
+    kind: ClassVar[str]
+    """The setting `workflow` that it stands for."""
+    num_parts: ClassVar[int] = 4
 
     @classmethod
     def name(cls) -> str:
@@ -33,14 +37,27 @@ class RLWorkflow(Training):
 
     @classmethod
     def build_from_config(cls, config: Config, enable_multi_devices: bool = False, enable_jit: bool = True) -> Self:
-        settings = as_settings(config)
+        settings = as_settings(config).model_copy(update={"workflow": cls.kind})
+        claims, learner, optimizer = make_parts(settings, features=FEATURES)
+        parts = claims, learner, optimizer, Evaluator(claims, settings), ReplayBuffer(claims, settings)
         make: Callable[..., Self] = cls
-        workflow = make(*make_parts(settings, has_buffer=cls.has_buffer, features=FEATURES), settings)
+        workflow = make(*parts[: cls.num_parts], settings)
         if enable_multi_devices:
             workflow.enable_multi_devices()
         if enable_jit:
             workflow.enable_jit()
         return workflow
+
+    def __init__(
+        self, env: Claims, agent: PolicyAgent, optimizer: OptimizerLike, evaluator: Evaluator | None, config: Config
+    ) -> None:
+        super().__init__(env, agent, optimizer, settings=as_settings(config), features=FEATURES)
+        beside = [each for each in self.beside if isinstance(each, Evaluation)]
+        self.evaluation = beside[0] if beside else Evaluation(env, agent, {})
+        self.evaluation.evaluator = evaluator
+
+    def evaluate(self, state: State) -> tuple[Json, State]:
+        return self.evaluation.evaluate(state.progress.policy_version), state
 
     @property
     def env(self) -> Claims:
@@ -70,16 +87,14 @@ class RLWorkflow(Training):
 class OnPolicyWorkflow(RLWorkflow):
     """Claims rewarded groups, trains on them, publishes a version, and acknowledges them."""
 
-    def __init__(
-        self, env: Claims, agent: PolicyAgent, optimizer: OptimizerLike, evaluator: Evaluator | None, config: Config
-    ) -> None:
-        super().__init__(env, agent, optimizer, evaluator, settings=as_settings(config), features=FEATURES)
+    kind = "on_policy"
 
 
 class OffPolicyWorkflow(RLWorkflow):
     """Moves finished groups into a buffer and trains on samples of it."""
 
-    has_buffer = True
+    kind = "off_policy"
+    num_parts = 5
 
     def __init__(
         self,
@@ -90,14 +105,14 @@ class OffPolicyWorkflow(RLWorkflow):
         replay_buffer: ReplayBuffer,
         config: Config,
     ) -> None:
-        super().__init__(
-            env, agent, optimizer, evaluator, replay_buffer, settings=as_settings(config), features=FEATURES
-        )
+        super().__init__(env, agent, optimizer, evaluator, config)
+        if isinstance(env, ReplayClaims):
+            env.buffer = replay_buffer
         self.replay_buffer = replay_buffer
 
 
-def as_settings(config: Config) -> TrainerSettings:
-    if isinstance(config, TrainerSettings):
+def as_settings(config: Config) -> Settings:
+    if isinstance(config, Settings):
         return config
     plain: Mapping[str, Any] = config
     if type(config).__module__.partition(".")[0] == "omegaconf":

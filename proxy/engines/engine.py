@@ -42,8 +42,6 @@ UNLABELLED = -1
 """`loaded_version` of weights without a label: the model that the engine was started with."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this."""
-LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
-"""What vLLM answers without weight transfers, and with another backend than the plug-in's."""
 NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError, AttributeError)
 """What decoding a reply raises that is not a completion."""
 LOADING = "loading"
@@ -165,8 +163,6 @@ class Engine:
         self.base_lane = Lane(self)
         self.loaded_version: int | None = UNLABELLED
         """Version of the base weights, from their label; None during an exchange, or after one that was interrupted."""
-        self.transfers_from = 0.0
-        """When weights from a trainer's memory may be sent to it, on the monotonic clock; later if it refused them."""
         self.adapters: dict[int, Lane] = {}
         """The LoRA adapters that calls sample with, by policy version; this process knows that they are their files."""
         self.adapter_names: list[str] = []
@@ -462,29 +458,18 @@ class Engine:
 
     async def is_paused(self) -> bool:
         """Return whether sampling is stopped; False from an engine without that route."""
-        return await self._is("paused")
+        return await self.has_flag("paused")
+
+    async def has_flag(self, name: str) -> bool:
+        """Return what it answers to `/is_NAME`; False from an engine without that route."""
+        try:
+            answer = await self.ask("GET", f"/is_{name}")
+        except EngineRefused:
+            return False
+        return isinstance(answer, dict) and bool(answer.get(f"is_{name}"))
 
     async def resume(self) -> None:
         await self.ask("POST", "/resume")
-
-    async def is_sleeping(self) -> bool:
-        """Return whether it gave up its memory; False from an engine without sleep mode."""
-        return await self._is("sleeping")
-
-    async def _is(self, state: str) -> bool:
-        try:
-            answer = await self.ask("GET", f"/is_{state}")
-        except EngineRefused:
-            return False
-        return isinstance(answer, dict) and bool(answer.get(f"is_{state}"))
-
-    async def sleep(self, level: int, *, seconds: float) -> None:
-        """Stop sampling and give up memory; running calls are kept, new ones queue."""
-        await self.ask("POST", "/sleep", seconds=seconds, level=str(level), mode="keep")
-
-    async def wake(self, part: str, *, seconds: float) -> None:
-        """Take back memory: `weights`, or `kv_cache`; sampling resumes once the engine has both."""
-        await self.ask("POST", "/wake_up", seconds=seconds, tags=part)
 
     async def load_weights(self, path: str, *, seconds: float) -> None:
         """Replace the base weights with those of a checkpoint directory.
@@ -495,41 +480,6 @@ class Engine:
         body: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         with self.loading(repr(path)):
             await self.ask("POST", "/collective_rpc", body, seconds=seconds)
-
-    async def num_workers(self) -> int:
-        """Return how many processes hold a part of its model.
-
-        Raises:
-            EngineRefused: it does not say; then it takes no weights from memory.
-        """
-        return int((await self.ask("GET", "/get_world_size"))["world_size"])
-
-    async def receive_weights(self, init_info: Json, *, seconds: float) -> None:
-        """Start to receive a version from a trainer, beside the running calls.
-
-        Raises:
-            EngineRefused: it was not started for transfers, or cannot receive this one.
-        """
-        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
-
-    async def load_received(self, version: int, *, seconds: float) -> None:
-        """Replace the base weights with a version that it received.
-
-        Raises:
-            ReloadFailed: the engine refused it.
-        """
-        with self.loading(f"version {version}, which it had received"):
-            try:
-                await self.ask("POST", "/start_weight_update", seconds=seconds)
-            except EngineRefused:  # a process that died had started an update
-                await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-                await self.ask("POST", "/start_weight_update", seconds=seconds)
-            await self.ask("POST", "/update_weights", {"update_info": {"version": version}}, seconds=seconds)
-            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-
-    @staticmethod
-    def says_it_takes_no_weights(refused: EngineRefused) -> bool:
-        return refused.status in (404, 405) or any(words in str(refused) for words in LACKS_TRANSFERS)
 
     async def weights_label(self) -> str | None:
         """Return the label of the base weights; None from an engine that keeps none."""

@@ -92,10 +92,11 @@ def served() -> Features:
     from proxy.features.retention.deletion import Retention
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
+    from proxy.features.transfers import MemoryLoader
     from proxy.features.upstream.routes import UpstreamClient
     from proxy.features.workers.worker import Workers
     from proxy.reload.parts import ReloadParts
     from proxy.services import Features
 
     beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers)
-    return Features(STEPS, IN_STORE, beside, ReloadParts(Trials, Sleeper), Inferred, shorten)
+    return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), Inferred, shorten)

@@ -22,10 +22,8 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.checkpoint import own_model
 from proxy.reload.lease import DriverLease
-from proxy.reload.loader import Loader
 from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.rollout import Rollout
-from proxy.reload.transfer import Transfers
 from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -39,7 +37,7 @@ from turnwise.errors import (
     SettingsError,
     TurnwiseError,
 )
-from turnwise.store import keys, serving, versions
+from turnwise.store import keys, versions
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
 from turnwise.verify.engine import ADDRESS_HINT
@@ -54,8 +52,6 @@ OWN_MODEL_SECONDS = 5.0
 """How long a round waits for the digest of an engine's own model; a later round waits for the same read."""
 MAX_EXPORTED = 100
 """Named policies whose served version is a metric, the oldest ones: each has a label of its own."""
-LOST_SECONDS = 60.0
-"""How long a restarted engine waits for the active version while it is not on disk and no trainer hands it out."""
 
 
 class Reloader:
@@ -82,9 +78,8 @@ class Reloader:
         self._metrics = metrics
         self._check_engine = check_engine
         self.lease = DriverLease(database, writer)
-        transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._memory = parts.memory(settings, database, pool, self.lease)
-        self._loader = Loader(database, settings, metrics, faults, transfers, announce, files)
+        self._loader = parts.loader(database, settings, metrics, faults, self.lease, announce, files)
         pool.load_adapter = self._loader.load_at_call
 
         def rollout_of(policy_id: int) -> Rollout:
@@ -95,8 +90,6 @@ class Reloader:
         self._rollouts = {DEFAULT_POLICY: self._default}
         self._check_lock = asyncio.Lock()
         self._own_models: dict[str, PolicyVersion] = {}
-        self._missed: tuple[int, float] | None = None
-        """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
 
     @property
     def problem(self) -> str | None:
@@ -225,7 +218,7 @@ class Reloader:
 
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
-        engine.transfers_from = 0.0  # it may have been restarted with other flags
+        self._loader.appeared(engine)
         await engine.fetch_models()
         await engine.read_label()
         await self._adopt(engine)
@@ -240,7 +233,7 @@ class Reloader:
             async with self.lease.held() as is_driver:
                 if not is_driver:
                     return
-                await self._restore(engine, active or engine.own_model)
+                await self._loader.restore(engine, active or engine.own_model)
         async with self._check_lock:  # the chat template is found once, with the first engine
             await self._check_engine(engine)
         engine.change(EngineState.READY)
@@ -263,24 +256,6 @@ class Reloader:
                 log.warning("the engine at %s: %s", engine.url, error)
             self._own_models[path] = base
         engine.own_model = self._own_models[path]
-
-    async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
-        """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""
-        try:
-            await self._loader.check(active, engine)
-        except FilesNotRead:
-            if self._is_lost(active):
-                await self.lease.write(serving.fail_version, active.version, versions.LOST)
-            raise
-        await self._loader.load(engine, active, await self._loader.receive(engine, active))
-        await engine.resume()
-
-    def _is_lost(self, active: PolicyVersion) -> bool:
-        if active.is_written:
-            return False
-        if self._missed is None or self._missed[0] != active.version:
-            self._missed = active.version, time.monotonic()
-        return time.monotonic() - self._missed[1] >= LOST_SECONDS
 
 
 async def _has_version(engine: Engine) -> bool:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from proxy.writer.client import Writer
 from turnwise.errors import FilesNotRead, LeaseLost, StoreError
-from turnwise.store import notices
+from turnwise.store import leases
 from turnwise.store.database import Database
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class DriverLease:
         """
         if self.token is None:
             raise LeaseLost("this process no longer holds the reload lease")
-        return await self._writer.do(notices.under_lease, LEASE, self.token, LEASE_SECONDS, change, *arguments)
+        return await self._writer.do(leases.under_lease, LEASE, self.token, LEASE_SECONDS, change, *arguments)
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[bool]:
@@ -62,7 +62,7 @@ class DriverLease:
         is_kept = False
         async with self._lock:
             acquired_at = time.monotonic()
-            token = await self._change(notices.acquire_lease, self._owner, LEASE_SECONDS)
+            token = await self._change(leases.acquire_lease, self._owner, LEASE_SECONDS)
             if token is None:
                 yield False
                 return
@@ -85,7 +85,7 @@ class DriverLease:
                 self.token = None
                 if not is_kept:
                     with contextlib.suppress(StoreError):  # the lease then ends when it expires
-                        await self._change(notices.renew_lease, token, 0)
+                        await self._change(leases.renew_lease, token, 0)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
         while True:
@@ -93,7 +93,7 @@ class DriverLease:
             started = time.monotonic()
             try:
                 async with asyncio.timeout(held_since + LEASE_SECONDS - MARGIN_SECONDS - started):
-                    is_held = await self._change(notices.renew_lease, token, LEASE_SECONDS)
+                    is_held = await self._change(leases.renew_lease, token, LEASE_SECONDS)
             except (StoreError, TimeoutError) as error:
                 log.warning("the reload lease could not be renewed: %s", str(error) or "no answer in time")
                 is_held = time.monotonic() < held_since + LEASE_SECONDS - MARGIN_SECONDS - RENEW_SECONDS

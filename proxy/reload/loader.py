@@ -3,8 +3,8 @@
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
 after a crash loads a version again. Adapters need no pause: each has its own name, with a digest of its files. An
-engine that was restarted loads an adapter at the first call that needs it. Whole weights come from the trainer's memory
-if the engine can receive them, while it serves calls as before; otherwise the engine reads the version's directory.
+engine that was restarted loads an adapter at the first call that needs it. Engines read a version's directory, unless
+a feature brings them its weights in another way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.checkpoint import adapter_digest, check_version
-from proxy.reload.transfer import Offer, Transfers
+from proxy.reload.lease import DriverLease
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
 from turnwise.adapter_names import adapter_name, own_version
@@ -118,8 +119,16 @@ def mismatch(
     )
 
 
+class Source(NamedTuple):
+    """Whole weights that were brought to an engine, which uses them in the place of the version's directory."""
+
+    probe: Probe | None
+    load: Callable[..., Awaitable[None]]
+    """Replaces the engine's base weights with them; takes the longest time as `seconds`."""
+
+
 class Loader:
-    """Brings engines to versions."""
+    """Brings engines to versions; a feature that brings weights in another way than by a directory extends it."""
 
     def __init__(
         self,
@@ -127,7 +136,7 @@ class Loader:
         settings: ProxySettings,
         metrics: Metrics,
         faults: FaultPoints,
-        transfers: Transfers,
+        lease: DriverLease,
         announce: Callable[[Engine], Awaitable[None]],
         files: VersionFiles,
     ) -> None:
@@ -137,7 +146,7 @@ class Loader:
         self._announce = announce
         """Tells the proxy's other workers what an engine has loaded, before it samples with it."""
         self._faults = faults
-        self._transfers = transfers
+        self._lease = lease
         self.files = files
         self.database_id = ""
         """The database's own id, which is in the names of its adapters; the reloader reads it at the start."""
@@ -146,16 +155,16 @@ class Loader:
         """How far each engine was from the trainer at version 0, by URL."""
 
     async def check(self, version: PolicyVersion, engine: Engine) -> None:
-        """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
+        """Check a version's whole directory before any engine loads it.
 
         Raises:
             BadCheckpoint: naming what is wrong.
             FilesNotRead: its files are being read; call again.
         """
-        if not is_own_model(version, engine) and await self._transfers.offer(version, engine) is None:
-            await self._check_directory(version, engine)
+        if not is_own_model(version, engine):
+            await self.check_directory(version, engine)
 
-    async def _check_directory(self, version: PolicyVersion, engine: Engine) -> None:
+    async def check_directory(self, version: PolicyVersion, engine: Engine) -> None:
         if not version.is_written:
             raise FilesNotRead(f"version {version.version} is not on disk yet, and its trainer does not hand it out")
         path, model_path = version.path, engine.model_path
@@ -173,38 +182,39 @@ class Loader:
         """
         if target.kind is PolicyKind.LORA and engine.has_own_model:
             return await self.load(engine, target)
-        received = await self.receive(engine, target)
+        source = await self.bring(engine, target)
         with engine.reloading():
             try:
-                return await self.load(engine, target, received)
+                return await self.load(engine, target, source)
             except (EngineError, FilesNotRead) as error:
                 await self._restore_last_good(engine, last_good, error)
                 raise
 
-    async def receive(self, engine: Engine, version: PolicyVersion) -> Offer | None:
-        """Let an engine receive a version from a trainer's memory while it serves calls as before.
-
-        Returns:
-            What arrived; None if the version has to be loaded from its directory, which is checked then.
+    async def bring(self, engine: Engine, version: PolicyVersion) -> Source | None:  # noqa: ARG002
+        """Bring whole weights to an engine while it serves calls as before; None leaves it to read their directory.
 
         Raises:
-            BadCheckpoint: there is no directory to load it from.
+            BadCheckpoint: there is no directory to load them from.
             FilesNotRead: its directory is being read; call again.
         """
-        if version.kind is PolicyKind.LORA or is_own_model(version, engine) or has_loaded(engine, version):
-            return None
-        offer = await self._transfers.offer(version, engine)
-        if offer is None:
-            return None
-        if await self._transfers.send(offer, engine):
-            self._faults.point("weights_received")
-            return offer
-        # The check of a version that is in memory is its transfer's.
-        await self._check_directory(version, engine)
         return None
 
-    async def load(self, engine: Engine, version: PolicyVersion, received: Offer | None = None) -> float:
-        """Load a version, which the engine has received or reads; return how long it was paused, seconds.
+    def appeared(self, engine: Engine) -> None:
+        """Take an engine that answers again, and may have been restarted with other flags."""
+
+    async def restore(self, engine: Engine, version: PolicyVersion) -> None:
+        """Load a version whatever the engine has loaded, and resume sampling: the driver may have died.
+
+        Raises:
+            EngineError, BadCheckpoint: it is not loaded.
+            FilesNotRead: its files are being read; call again.
+        """
+        await self.check(version, engine)
+        await self.load(engine, version, await self.bring(engine, version))
+        await engine.resume()
+
+    async def load(self, engine: Engine, version: PolicyVersion, source: Source | None = None) -> float:
+        """Load a version, which was brought to the engine or which it reads; return how long it was paused, seconds.
 
         An adapter is loaded beside what the engine serves, which changes only if that is not the model under it. If the
         check of whole weights fails, their label is removed: otherwise the engine would be admitted again with them.
@@ -214,20 +224,20 @@ class Loader:
             FilesNotRead: the same, but a file of the version was not read in time.
         """
         try:
-            return await self._load_in_time(engine, version, received)
+            return await self._load_in_time(engine, version, source)
         except EngineError:
             with contextlib.suppress(EngineError):
                 if version.kind is PolicyKind.FULL and engine.loaded_version == version.version:
                     await engine.label_weights(LOADING)
             raise
 
-    async def _load_in_time(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
+    async def _load_in_time(self, engine: Engine, version: PolicyVersion, source: Source | None) -> float:
         seconds = self._settings.reload_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 if version.kind is PolicyKind.LORA:
                     return await self._load_adapter(engine, version)
-                return await self._load_weights(engine, version, received)
+                return await self._load_weights(engine, version, source)
         except TimeoutError as error:
             if self.files.is_reading(version.path):
                 raise FilesNotRead(f"a file in {version.path!r} was not read within {seconds:g} s") from error
@@ -236,12 +246,12 @@ class Loader:
                 "(--reload-timeout-seconds)"
             ) from error
 
-    async def _load_weights(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
+    async def _load_weights(self, engine: Engine, version: PolicyVersion, source: Source | None) -> float:
         if has_loaded(engine, version):
             return 0.0
-        probe = received.probe if received else await self.probe(version, engine, seconds=None)
+        probe = source.probe if source else await self.probe(version, engine, seconds=None)
         await self._compare_base(engine, probe)
-        paused = await self._replace_weights(engine, version, received)
+        paused = await self._replace_weights(engine, version, source)
         await self._verify(engine.base_lane, probe)
         return paused
 
@@ -285,14 +295,12 @@ class Loader:
         found = [(name, own_version(name, self.database_id)) for name in engine.adapter_names]
         return [(name, version) for name, version in found if version is not None]
 
-    async def _replace_weights(self, engine: Engine, version: PolicyVersion, received: Offer | None) -> float:
+    async def _replace_weights(self, engine: Engine, version: PolicyVersion, source: Source | None) -> float:
         seconds, started = self._settings.reload_timeout_seconds, time.perf_counter()
         await engine.pause()
         await engine.label_weights(LOADING)
-        if received is None:
-            await engine.load_weights(weights_path(version, engine), seconds=seconds)
-        else:
-            await engine.load_received(version.version, seconds=seconds)
+        load = functools.partial(engine.load_weights, weights_path(version, engine)) if source is None else source.load
+        await load(seconds=seconds)
         self._faults.point("mid_reload")
         await engine.label_weights(version.version)
         await self._announce(engine)
@@ -300,20 +308,20 @@ class Loader:
         return time.perf_counter() - started
 
     async def probe(
-        self, version: PolicyVersion, engine: Engine, *, seconds: float | None = PATIENCE_SECONDS
+        self,
+        version: PolicyVersion,
+        engine: Engine,  # noqa: ARG002  for subclasses
+        *,
+        seconds: float | None = PATIENCE_SECONDS,
     ) -> Probe | None:
-        """Return a version's text with its logprobs, from its directory or from the trainer; None without one.
+        """Return a version's text with its logprobs; None without one.
 
         Raises:
             FilesNotRead: it was not read in this number of seconds; call again.
         """
         path = version.path
         read = functools.partial(read_probe, Path(path))
-        found = await self.files.read(("probe", path), path, read, seconds=seconds)
-        if found is not None:
-            return found
-        offer = await self._transfers.offer(version, engine)
-        return None if offer is None else offer.probe
+        return await self.files.read(("probe", path), path, read, seconds=seconds)
 
     async def _verify(self, lane: Lane, probe: Probe | None) -> None:
         if probe is None:
@@ -356,7 +364,7 @@ class Loader:
         try:
             if isinstance(cause, EngineUnavailable):
                 await engine.ask("GET", "/health", seconds=5.0)
-            await self.load(engine, last_good, await self.receive(engine, last_good))
+            await self.load(engine, last_good, await self.bring(engine, last_good))
             await engine.resume()
         except (BadCheckpoint, EngineError, FilesNotRead, StoreError) as error:
             engine.take_out(error)

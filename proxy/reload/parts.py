@@ -1,4 +1,4 @@
-"""What a feature may replace of the reloader: how versions are rolled out, and who else uses engines' memory."""
+"""What a feature may replace of the reloader: how versions are loaded and rolled out, and who uses engines' memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.reload.lease import DriverLease
+from proxy.reload.loader import Loader
 from proxy.reload.rollout import Rollout
 from proxy.settings import ProxySettings
 from turnwise.store.database import Database
@@ -38,6 +39,7 @@ class EngineMemory:
 class ReloadParts:
     """The classes of a reloader."""
 
+    loader: type[Loader] = Loader
     rollout: type[Rollout] = Rollout
     memory: type[EngineMemory] = EngineMemory
 

@@ -27,7 +27,7 @@ from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
 from turnwise.processes import installation
-from turnwise.store import groups, notices, updates
+from turnwise.store import groups, trainer_reports, updates
 from turnwise.store.database import Connection
 
 router = APIRouter(tags=["operations"])
@@ -60,7 +60,7 @@ class TrainerSummary:
     """Whether a trainer trains."""
 
     trainer_id: str
-    state: notices.TrainerState
+    state: trainer_reports.TrainerState
     text: str | None
     """Its last report; null for callers without a key."""
 
@@ -130,12 +130,12 @@ async def _known_tenant(request: Request, services: Services) -> str | None:
 
 async def _read_store(
     services: Services, tenant: str | None
-) -> tuple[str | None, list[notices.TrainerStatus], set[str]]:
+) -> tuple[str | None, list[trainer_reports.TrainerStatus], set[str]]:
     """Return why the store cannot be read or written, what trainers report, and whose report the tenant may read."""
 
-    def read(connection: Connection) -> tuple[list[notices.TrainerStatus], set[str]]:
-        shown = [] if tenant is None else notices.trainer_statuses(connection, tenant)
-        return notices.trainer_statuses(connection), {each.trainer_id for each in shown}
+    def read(connection: Connection) -> tuple[list[trainer_reports.TrainerStatus], set[str]]:
+        shown = [] if tenant is None else trainer_reports.trainer_statuses(connection, tenant)
+        return trainer_reports.trainer_statuses(connection), {each.trainer_id for each in shown}
 
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -223,10 +223,10 @@ def _read_gauges(connection: Connection, metrics: Metrics) -> None:
 def _stored_gauges(connection: Connection, tenant: str | None) -> dict[StoredGauge, float]:
     """Return the gauges of groups, trainers and the last update: of all, or of those that a tenant may read."""
     unfinished = groups.unfinished_groups(connection, tenant)
-    trainers = collections.Counter(each.state for each in notices.trainer_statuses(connection, tenant))
+    trainers = collections.Counter(each.state for each in trainer_reports.trainer_statuses(connection, tenant))
     found: dict[StoredGauge, float | None] = {
         **{("turnwise_groups", "status", status): count for status, count in unfinished.items()},
-        **{("turnwise_trainers", "state", state.value): trainers[state] for state in notices.TrainerState},
+        **{("turnwise_trainers", "state", state.value): trainers[state] for state in trainer_reports.TrainerState},
     }
     for update in updates.list_updates(connection, limit=1, tenant=tenant)[0]:
         found["turnwise_last_update", "", ""] = update.update_id

@@ -15,7 +15,7 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.features.page.turns import Characters, characters
 from turnwise.store import keys
-from turnwise.store.notices import TrainerState, TrainerStatus, report_status
+from turnwise.store.trainer_reports import TrainerState, TrainerStatus, report_status
 from turnwise.types import utc_now
 
 PUBLIC = {"readyz"}

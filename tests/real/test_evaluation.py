@@ -12,8 +12,8 @@ from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import Ledger
-from trainer.evaluate import Evaluator
 from trainer.features import Settings
+from trainer.features.evaluation import Evaluator
 from turnwise.store import keys, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion

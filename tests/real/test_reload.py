@@ -427,7 +427,7 @@ def test_a_half_sent_version_leaves_the_last_good_one_served(served, engine, tmp
 
     whole = Channel.broadcast
     monkeypatch.setattr(Channel, "broadcast", send_a_part)
-    monkeypatch.setattr("trainer.publish.weight_server.CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("trainer.features.transfers.server.CHUNK_BYTES", 1 << 16)
     with weights_in_memory(served.database_url) as trainer:
         trainer.hold(2, write_perturbed(engine.model_dir, tmp_path / "v2", 2))
         publish_in_store(served, 2, NOWHERE)

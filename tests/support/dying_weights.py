@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from trainer.features import Settings
-from trainer.publish import weight_server
-from trainer.publish.weight_server import WeightServer
+from trainer.features.transfers import HeldVersions
+from trainer.features.transfers import server as weight_server
+from trainer.features.transfers.server import WeightServer
 from turnwise.engine_plugin.channel import Channel
-from turnwise.store import notices
+from turnwise.features import transfers
 from turnwise.store.database import Database
 
 STAGES = {
@@ -51,10 +51,10 @@ if __name__ == "__main__":
     setattr(owner, name, send_a_part if name == "broadcast" else die)
     weight_server.CHUNK_BYTES = PART_BYTES
     weight_server.SILENCE_SECONDS = 10.0
-    server = WeightServer(Settings())
+    server = WeightServer(HeldVersions())
     for version in (1, 2):
         server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})
     with database.write() as connection:
-        notices.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
+        transfers.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
     print("ready", flush=True)
     signal.pause()

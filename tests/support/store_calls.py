@@ -30,6 +30,7 @@ from turnwise.features import (
     records,
     retention,
     sentinels,
+    transfers,
 )
 from turnwise.features.advantages import with_advantages
 from turnwise.features.consent import ConsentMark, ConsentOf
@@ -47,7 +48,7 @@ from turnwise.store import (
     experiences,
     groups,
     keys,
-    notices,
+    leases,
     policies,
     rewards,
     rows,
@@ -55,13 +56,14 @@ from turnwise.store import (
     selection,
     serving,
     sessions,
+    trainer_reports,
     turns,
     updates,
     versions,
 )
 from turnwise.store.earned import earned_by_version
-from turnwise.store.notices import TrainerStatus
 from turnwise.store.selection import SessionFilter
+from turnwise.store.trainer_reports import TrainerStatus
 from turnwise.types import (
     DEFAULT_POLICY,
     Outcome,
@@ -192,11 +194,11 @@ def _named_policies(conn: sa.Connection) -> None:
 
 
 def _lease(conn: sa.Connection) -> None:
-    token = notices.acquire_lease(conn, "reload", "one", 60)
-    assert notices.acquire_lease(conn, "reload", "two", 60) is None
+    token = leases.acquire_lease(conn, "reload", "one", 60)
+    assert leases.acquire_lease(conn, "reload", "two", 60) is None
     assert token is not None
-    notices.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
-    notices.renew_lease(conn, "reload", token, 0)
+    leases.under_lease(conn, "reload", token, 60, serving.activate_version, 1)
+    leases.renew_lease(conn, "reload", token, 0)
 
 
 def _pins(conn: sa.Connection) -> None:
@@ -208,7 +210,7 @@ def _pins(conn: sa.Connection) -> None:
     serving.choose_version(conn, 2, pin=False)
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
-    versions.fail_unwritten(conn, after=2)
+    transfers.fail_unwritten(conn, after=2)
     serving.choose_version(conn, 3, pin=True)
     versions.reserve_numbers(conn, 1_000)
 
@@ -465,19 +467,19 @@ OF_ALL: dict[str, Ask] = {
     "engine activity": lambda c: [activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
     "idle shares of engines": lambda c: activity.idle_shares(c, {1: (NOW - WEEK, NOW)}),
     "trainers": lambda c: (
-        notices.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
-        notices.note_sign_of_life(c, "trainer"),
-        notices.trainer_statuses(c, "t"),
-        notices.delete_report(c, "trainer"),
+        trainer_reports.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
+        trainer_reports.note_sign_of_life(c, "trainer"),
+        trainer_reports.trainer_statuses(c, "t"),
+        trainer_reports.delete_report(c, "trainer"),
     ),
     "what a trainer keeps": lambda c: (
-        notices.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
-        notices.kept_state(c, 0),
-        notices.forget_in_states(c, [("t", "s")], [("t", "g")]),
+        trainer_reports.keep_state(c, 0, {"buffer": [{"group": name_digest(("t", "g"))}], "singles": []}),
+        trainer_reports.kept_state(c, 0),
+        trainer_reports.forget_in_states(c, [("t", "s")], [("t", "g")]),
     ),
     "weights in memory": lambda c: (
-        notices.announce_weights(c, "trainer", "http://trainer", NOW),
-        notices.weight_urls(c),
+        transfers.announce_weights(c, "trainer", "http://trainer", NOW),
+        transfers.weight_urls(c),
     ),
     "all keys": lambda c: (
         keys.any_keys(c),
@@ -512,7 +514,6 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "all updates": lambda c: updates.updates_after(c, -1, None),
     "summaries of policies": policies.summarise_policies,
     "versions on disk": lambda c: versions.measured_versions(c, 0),
-    "evaluated versions": versions.evaluated_versions,
 }
 """Calls of commands that read everything, by their purpose."""
 

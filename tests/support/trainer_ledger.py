@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from trainer.features import FEATURES, Settings
 from trainer.policies import Policies
+from trainer.train import Features
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.features.supports import SUPPORT, pack
@@ -184,9 +185,9 @@ def new_policy(db: Database, name: str, base: str = "default") -> int:
         return create_policy(conn, "default", name, base)[0].policy_id
 
 
-def train_policies(settings: Settings, **options: Any) -> dict[int, Any]:
+def train_policies(settings: Settings, features: Features = FEATURES, **changes: Any) -> dict[int, Any]:
     """Train all policies of a ledger in this process until the last batch of each; return their states."""
-    policies = Policies(settings, **{"features": FEATURES} | options)
+    policies = Policies(settings, dataclasses.replace(features, **changes))
     try:
         policies.learn()
     except BaseException:

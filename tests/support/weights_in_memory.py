@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from trainer.features import Settings
-from trainer.publish.weight_server import WeightServer
-from turnwise.store import notices
+from trainer.features.transfers import HeldVersions
+from trainer.features.transfers.server import WeightServer
+from turnwise.features import transfers
 from turnwise.store.database import Database
 
 
@@ -24,12 +24,12 @@ class WeightsInMemory:
 
 @contextlib.contextmanager
 def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
-    server = WeightServer(Settings())
+    server = WeightServer(HeldVersions())
     database = Database(database_url)
     try:
         for url in (server.url, None):
             with database.write() as connection:
-                notices.announce_weights(connection, "trainer", url, datetime.now(UTC))
+                transfers.announce_weights(connection, "trainer", url, datetime.now(UTC))
             if url is not None:
                 yield WeightsInMemory(server)
     finally:

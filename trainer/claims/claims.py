@@ -14,10 +14,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from typing import Any, ClassVar
 
 from trainer.batch.chain import Chain
-from trainer.claims.holds import Hold, Rewind
-from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress, StopFlag, UpdateIds, outlast
+from trainer.claims.holds import Hold, Rewind, own
+from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgress, StopFlag, UpdateIds, outlast
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
@@ -43,35 +44,42 @@ FIRST_WAIT_SECONDS = 5.0
 class Claims(Ledger):
     """The batches of one policy: each is claimed, held, and acknowledged."""
 
+    may_imitate: ClassVar[bool] = True
+    """Whether groups of imported sessions are claimed too, for a loss that reads no behaviour logprobs."""
+
+    @classmethod
+    def is_on(cls, settings: TrainerSettings) -> bool:  # noqa: ARG003  for subclasses
+        return True
+
     def __init__(
         self,
         db: Database,
         settings: TrainerSettings,
         *,
-        with_imported: bool = False,
-        is_paced: bool = True,
         policy: Policy | None = None,
         update_ids: UpdateIds | None = None,
         stopped: StopFlag | None = None,
         terms: Sequence[Term] = (),
-        holds: Sequence[type[Hold]] = (),
+        holds: Sequence[type[Hold[Any]]] = (),
     ) -> None:
-        """Claim for one policy; the other arguments are those of `Ledger`.
-
-        `with_imported` claims groups of imported sessions too: the loss must read no behaviour logprobs. `is_paced`
-        waits for older versions, and drops stale groups; a replay buffer trains on old turns anyway.
-        """
+        """Claim for one policy; the arguments but `holds` are those of `Ledger`."""
         super().__init__(db, settings, policy=policy, update_ids=update_ids, stopped=stopped, terms=terms)
-        self._with_imported = with_imported
-        self.is_paced = is_paced
+        self._with_imported = self.may_imitate and not settings.algorithm.needs_behaviour
         self._wait: Wait | None = None
         self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
-        self._holds = [hold(self) for hold in holds]
+        self._holds = [hold(self) for hold in holds if hold.is_on(settings)]
+        self._watching, self._changing = own(self._holds, Hold.watch), own(self._holds, Hold.changes)
 
-    def next(self, at: RunProgress, seconds: float | None = None) -> ClaimedBatch | Rewind | None:
+    def next(
+        self,
+        at: RunProgress,
+        seconds: float | None = None,
+        kept: Kept = NOTHING,  # noqa: ARG002  for subclasses
+    ) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `stop` or a number of seconds.
 
-        `seconds` None waits without an end, and 0 looks once. The next call goes on with the same wait.
+        `seconds` None waits without an end, and 0 looks once. The next call goes on with the same wait. `kept` is what
+        the batch before left.
 
         Raises:
             StoreUnavailable: The database fails in a way that repetitions cannot help.
@@ -81,14 +89,14 @@ class Claims(Ledger):
         while not self.stopped.is_set():
             is_first = at.num_batches == 0
             wait = self._wait = self._wait or Wait(self.settings, self.report_status, is_first=is_first)
-            look = self._look(at)
-            held = why_held(look, at, self.settings)
+            supply = self._supply(at)
+            held = why_held(supply, at, self.settings)
             if isinstance(held, Rewind):
                 self._wait = None
                 return held
-            self._is_blocked = look.needs_person
+            self._is_blocked = supply.needs_person
             claim = None
-            if wait.is_over(look, held):
+            if wait.is_over(supply, held):
                 claim = outlast(self._claiming(self.settings.groups_per_batch, at), self.stopped)
             if claim is not None:
                 self._wait = None
@@ -103,7 +111,7 @@ class Claims(Ledger):
         started = time.monotonic()
         if until > started:
             self._report(describe_refill(batch.claim, num_groups, self.settings))
-        while self._look(at).num_filled(self.settings) < num_groups:
+        while self._supply(at).num_filled(self.settings) < num_groups:
             if time.monotonic() >= until or self.stopped.is_set():
                 break
             self.stopped.wait(min(0.05, POLL_SECONDS))
@@ -159,58 +167,56 @@ class Claims(Ledger):
     def _experiences(self, claim: claims.Claim) -> list[Chain]:
         return self.experiences_of(claim.group_pks, with_imported=self._with_imported)
 
-    def _look(self, at: RunProgress) -> Look:
+    def _supply(self, at: RunProgress) -> Supply:
         try:
             with self.db.read() as conn:
                 now = rows.from_micros(database.clock(conn))  # the database's clock: this machine's may differ by hours
                 state = serving.serving_state(conn, self.policy_id)
                 due = [change for change in self._changes(conn, state, now) if change.is_due(conn)]
-                look = self._read_look(conn, state, at, now)
+                supply = self._read_supply(conn, state, at, now)
             if due:
                 with self.db.write() as conn:
                     for change in due:
                         change.make(conn)
                 with self.db.read() as conn:
-                    look = self._read_look(conn, state, at, now)
-            if look.num_filled(self.settings) < smallest_batch(self.settings):
-                return look
-            for hold in self._holds:
-                hold.watch()
+                    supply = self._read_supply(conn, state, at, now)
+            if supply.num_filled(self.settings) < smallest_batch(self.settings):
+                return supply
+            for watch in self._watching:
+                watch()
             with self.db.read() as conn:
-                return self._held_by(conn, look, at)
+                state = serving.serving_state(conn, self.policy_id)
+                return self._asked(conn, state, supply, at, self._holds)
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
             log.warning("the database is not available, trying again: %s", error)
-            return Look(num_ready=0)
+            return Supply(num_ready=0)
 
-    def _read_look(self, conn: Connection, state: serving.ServingState, at: RunProgress, now: datetime) -> Look:
+    def _read_supply(self, conn: Connection, state: serving.ServingState, at: RunProgress, now: datetime) -> Supply:
         of = self.policy_id
         num_ready, num_singles = claims.num_claimable(
             conn, with_imported=self._with_imported, policy_id=of, held=self.held_groups
         )
         since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
-        look = Look(
+        supply = Supply(
             num_ready=num_ready,
             num_singles=num_singles,
             oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if self.is_paced else None,
         )
-        if look.num_filled(self.settings) < smallest_batch(self.settings):
-            look = dataclasses.replace(look, num_open=claims.num_open_with_reward(conn, of))
-            return self._asked(conn, state, look, at, [hold for hold in self._holds if not hold.needs_batch])
-        return look
-
-    def _held_by(self, conn: Connection, look: Look, at: RunProgress) -> Look:
-        return self._asked(conn, serving.serving_state(conn, self.policy_id), look, at, self._holds)
+        if supply.num_filled(self.settings) < smallest_batch(self.settings):
+            supply = dataclasses.replace(supply, num_open=claims.num_open_with_reward(conn, of))
+            return self._asked(conn, state, supply, at, [hold for hold in self._holds if not hold.needs_batch])
+        return supply
 
     @staticmethod
     def _asked(
-        conn: Connection, state: serving.ServingState, look: Look, at: RunProgress, holds: Sequence[Hold]
-    ) -> Look:
+        conn: Connection, state: serving.ServingState, supply: Supply, at: RunProgress, holds: Sequence[Hold[Any]]
+    ) -> Supply:
         for hold in holds:
             if (why := hold.why_held(conn, state, at)) is not None:
-                return dataclasses.replace(look, held=why, needs_person=hold.needs_person)
-        return look
+                return dataclasses.replace(supply, held=why, needs_person=hold.needs_person)
+        return supply
 
     def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
         settings, changes = self.settings, []
@@ -219,11 +225,11 @@ class Claims(Ledger):
             changes.append(groups.stalled(idle_before, settings.stalled_policy, now))
         if settings.unrewarded_seconds is not None:
             changes.append(groups.unrewarded(now - timedelta(seconds=settings.unrewarded_seconds), now))
-        return [*changes, *(change for hold in self._holds for change in hold.changes(conn, state))]
+        return [*changes, *(change for changes_of in self._changing for change in changes_of(conn, state))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Supply:
     """The state of the ledger at one moment."""
 
     num_ready: int
@@ -241,11 +247,11 @@ class Look:
         return self.num_ready + self.num_singles // settings.singles_per_group
 
 
-def why_held(look: Look, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:
+def why_held(supply: Supply, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
-    if look.held is not None:
-        return look.held
-    bound, oldest = most_ahead(settings), look.oldest_in_flight
+    if supply.held is not None:
+        return supply.held
+    bound, oldest = most_ahead(settings), supply.oldest_in_flight
     if bound is None or oldest is None or at.staleness_of(oldest) < bound:
         return None
     return (
@@ -300,10 +306,10 @@ class Wait:
         self._reported_at = 0.0
         self._logged: tuple[int, int, bool, str | None] | None = None
 
-    def is_over(self, look: Look, held: str | None) -> bool:
+    def is_over(self, supply: Supply, held: str | None) -> bool:
         """Take what the ledger holds now, and why nothing may be claimed; return whether a batch is claimed now."""
-        now, num_filled = time.monotonic(), look.num_filled(self._settings)
-        if self._seen_at is None and (look.num_ready or look.num_singles):
+        now, num_filled = time.monotonic(), supply.num_filled(self._settings)
+        if self._seen_at is None and (supply.num_ready or supply.num_singles):
             self._seen_at = now
         left = None
         if self._patience is not None and self._seen_at is not None and num_filled >= smallest_batch(self._settings):
@@ -313,42 +319,42 @@ class Wait:
         self._held_since = None if held is None else now
         is_full = num_filled >= self._settings.groups_per_batch and held is None
         if not is_full:
-            self._log(look, left, held, now)
+            self._log(supply, left, held, now)
         return is_full or (held is None and left is not None and left <= 0)
 
-    def _log(self, look: Look, left: float | None, held: str | None, now: float) -> None:
+    def _log(self, supply: Supply, left: float | None, held: str | None, now: float) -> None:
         """Report and log what is waited for when it changed, at most every few seconds.
 
         The number of open sessions changes with each reward of live traffic: it is reported, and logged with the rest.
         """
-        report = describe_wait(look, self._settings, None, held)
+        report = describe_wait(supply, self._settings, None, held)
         if report == self._reported or (self._reported is not None and now - self._reported_at < REPORT_SECONDS):
             return
         self._reported, self._reported_at = report, now
         self._report(report, left if held is None else None)
-        logged = (look.num_ready, look.num_singles, look.num_open > 0, held)
+        logged = (supply.num_ready, supply.num_singles, supply.num_open > 0, held)
         if logged != self._logged:
             self._logged = logged
-            log.info("%s", describe_wait(look, self._settings, left, held))
+            log.info("%s", describe_wait(supply, self._settings, left, held))
 
 
-def describe_wait(look: Look, settings: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
+def describe_wait(supply: Supply, settings: TrainerSettings, seconds_left: float | None, held: str | None) -> str:
     each_counts = settings.singles_per_group == 1
-    num_ready = look.num_filled(settings) if each_counts else look.num_ready
-    smallest, is_enough = smallest_batch(settings), look.num_filled(settings) >= smallest_batch(settings)
+    num_ready = supply.num_filled(settings) if each_counts else supply.num_ready
+    smallest, is_enough = smallest_batch(settings), supply.num_filled(settings) >= smallest_batch(settings)
     counted, least = (
         f"{num_ready} of {settings.groups_per_batch} groups are ready",
         f"; a batch needs at least {smallest}",
     )
-    if look.num_singles and not each_counts and num_ready:
-        counted += f", and {look.num_singles} single sessions, of which {settings.singles_per_group} count as a group"
-    elif look.num_singles and not each_counts:
+    if supply.num_singles and not each_counts and num_ready:
+        counted += f", and {supply.num_singles} single sessions, of which {settings.singles_per_group} count as a group"
+    elif supply.num_singles and not each_counts:
         num_needed = settings.singles_per_group * (settings.groups_per_batch if is_enough else smallest)
-        counted, least = f"{look.num_singles} of {num_needed} single sessions are ready", ""
+        counted, least = f"{supply.num_singles} of {num_needed} single sessions are ready", ""
     if held is not None:
         return f"{counted}; {held}"
     if not is_enough:
-        return f"waiting: {counted}{least}" + (f"; {_describe_open(look, settings)}" if look.num_open else "")
+        return f"waiting: {counted}{least}" + (f"; {_describe_open(supply, settings)}" if supply.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 
@@ -360,9 +366,9 @@ def describe_refill(claim: claims.Claim, num_groups: int, settings: TrainerSetti
     )
 
 
-def _describe_open(look: Look, settings: TrainerSettings) -> str:
-    counted = f"{look.num_open} open sessions have a reward" if look.num_open > 1 else "1 open session has a reward"
-    is_said = settings.singles_per_group == 1 or look.num_singles > 0
+def _describe_open(supply: Supply, settings: TrainerSettings) -> str:
+    counted = f"{supply.num_open} open sessions have a reward" if supply.num_open > 1 else "1 open session has a reward"
+    is_said = settings.singles_per_group == 1 or supply.num_singles > 0
     singles = "" if is_said else f", and {settings.singles_per_group} single ones count as a group"
     return (
         f"{counted}: a session counts once it is over (POST /v1/sessions/{{session_id}}/end; one that no call names is "

@@ -1,16 +1,19 @@
-"""Why the trainer claims no batch although one is ready (a hold), and why engines do not get its weights (a gate).
+"""What features have in a training: why no batch is claimed although one is ready, and what stands beside a step.
 
 The trainer by itself waits for groups, and for those that older versions sampled, and publishes what it trained.
-Features hold it for other reasons: they derive from `Hold` or `PublishingGate`, and are asked in order.
+Features derive from `Hold` or `Beside`, and are asked in order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
+
+from torch import Tensor
 
 from trainer.model.agent import PolicyAgent
-from trainer.settings import TrainerSettings
 from turnwise.store.database import Connection
 from turnwise.store.groups import Change
 from turnwise.store.serving import ServingState
@@ -18,6 +21,10 @@ from turnwise.types import Json
 
 if TYPE_CHECKING:
     from trainer.claims.ledger import Ledger, RunProgress
+
+OfFirst: TypeAlias = "Mapping[type[Beside[Any]], Any]"
+Given = TypeVar("Given")
+"""The feature's own part of the settings, which are the sum of all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,13 @@ class Rewind:
     reason: str
 
 
-class Hold:
+def own(parts: Sequence[Any], method: Callable[..., Any]) -> list[Any]:
+    """Return the parts' own versions of a method of their base class, in their order."""
+    name = method.__name__
+    return [getattr(each, name) for each in parts if getattr(type(each), name) is not method]
+
+
+class Hold(Generic[Given]):
     """A reason to wait of one policy's training; its defaults have none."""
 
     needs_person: ClassVar[bool] = False
@@ -36,7 +49,13 @@ class Hold:
     needs_batch: ClassVar[bool] = False
     """Whether it is asked only once there is a batch that it could stop."""
 
-    def __init__(self, ledger: Ledger) -> None: ...
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._settings = cast("Given", ledger.settings)
+
+    @classmethod
+    def is_on(cls, settings: Given) -> bool:  # noqa: ARG003  for subclasses
+        return True
 
     def changes(self, conn: Connection, state: ServingState) -> list[Change]:  # noqa: ARG002  for subclasses
         """Return what must change in the store before groups are counted."""
@@ -50,18 +69,48 @@ class Hold:
         return None
 
 
-class PublishingGate:
-    """A look at updated weights: a version that it refuses is kept on disk and stored as failed.
+class Beside(Generic[Given]):
+    """One feature's part in one policy's training, called where `Training` says; its defaults do nothing.
 
     Every process calls it in step.
     """
 
-    def __init__(self, ledger: Ledger, learner: PolicyAgent) -> None: ...
+    def __init__(self, ledger: Ledger, learner: PolicyAgent, first: OfFirst) -> None:
+        """`first` has what stands beside the first policy of the process, as far as it is made."""
+        self._ledger = ledger
+        self._learner = learner
+        self._settings = cast("Given", ledger.settings)
+        self._first = first
 
     @classmethod
-    def is_on(cls, settings: TrainerSettings) -> bool:  # noqa: ARG003  for subclasses
+    def is_on(cls, settings: Given) -> bool:  # noqa: ARG003  for subclasses
         return True
 
+    def opened(self, version: int, probe: Json | None) -> None:
+        """Take the version that the training starts from, and what its manifest has as `probe`."""
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return what stands around the computation of a batch."""
+        return contextlib.nullcontext()
+
     def why_unpublished(self, policy_version: int) -> tuple[Json, str | None]:  # noqa: ARG002
-        """Return gauges, and why weights that come from this version must not be published; None where they may."""
+        """Return gauges, and why weights that come from this version must not be published; None where they may.
+
+        A version that is refused is kept on disk and stored as failed.
+        """
         return {}, None
+
+    def takes(self, version: int, weights: dict[str, Tensor], probe: Json) -> bool:  # noqa: ARG002
+        """Take a new version; return whether engines get it from here, so that its directory may be written later."""
+        return False
+
+    def trained(self, at: RunProgress, *, is_last: bool) -> Json:  # noqa: ARG002
+        """Take the end of a batch; return gauges to record."""
+        return {}
+
+    def kept_versions(self) -> set[int]:
+        """Return the versions that stay on disk besides those in use."""
+        return set()
+
+    def close(self) -> None:
+        """End what it started."""

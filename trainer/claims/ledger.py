@@ -14,9 +14,9 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,18 @@ from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
-from turnwise.store import claims, database, experiences, groups, notices, policies, rows, serving, updates, versions
+from turnwise.store import (
+    claims,
+    database,
+    experiences,
+    groups,
+    policies,
+    rows,
+    serving,
+    trainer_reports,
+    updates,
+    versions,
+)
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
 
@@ -37,6 +48,9 @@ LOOK_SECONDS = 0.05
 MOST_ERROR_CHARACTERS = 1000
 
 Result = TypeVar("Result")
+Kept: TypeAlias = Mapping[str, Sequence[Json]]
+"""What claims keep for later batches, by name: rows that name groups and sessions by their digests alone."""
+NOTHING: Kept = {}
 
 
 class StopFlag:
@@ -127,6 +141,13 @@ class RunProgress:
     """The version that the run went back to: the pinned one until no version is pinned, or the one before a failed one
     until the next batch."""
 
+    def rng(self) -> np.random.Generator:
+        """Return the random numbers of the coming batch."""
+        return np.random.default_rng(self.seeds())
+
+    def seeds(self) -> np.random.SeedSequence:
+        return np.random.SeedSequence([self.seed, self.num_batches])
+
     def staleness_of(self, version: int) -> int:
         return sum(known > version for known in self.recent_versions)
 
@@ -149,10 +170,29 @@ class ClaimedBatch:
     pinned: int | None = None
     num_refills: int = 0
     """Groups that were claimed in addition, because others had equal rewards."""
+    kept: Kept | None = None
+    """What is kept for later batches once this one is acked; None for what the one before left."""
+    untrained: Json | None = None
+    """The gauges of a claim that is only kept; None for one that is trained."""
+    may_grow: ClassVar[bool] = True
+    """Whether further groups may be claimed in the place of those of equal rewards."""
 
     @property
     def group_keys(self) -> set[GroupKey]:
         return {group.key for group in self.claim.groups}
+
+    @property
+    def keys(self) -> set[GroupKey]:
+        """The groups that are to be trained."""
+        return self.group_keys | {experience.group_key for experience in self.experiences}
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.claim.groups)
+
+    def dropped(self, refused: Mapping[GroupKey, str]) -> dict[GroupKey, str]:
+        """Return those of the refused groups that are never trained."""
+        return {group: reason for group, reason in refused.items() if group in self.group_keys}
 
 
 class UpdateIds:
@@ -168,6 +208,9 @@ class UpdateIds:
 
 class Ledger:
     """What the trainer of one policy reads, holds and records."""
+
+    is_paced: ClassVar[bool] = True
+    """Whether it waits for older versions, and drops stale groups."""
 
     def __init__(
         self,
@@ -190,8 +233,6 @@ class Ledger:
         self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
         self.stopped = stopped or StopFlag()
         """Set once the trainer is to stop: nothing is waited for, and a batch in progress can still be acked."""
-        self.is_paced = True
-        """Whether it waits for older versions, and drops stale groups."""
         self._is_alone = update_ids is None
         """Whether no other policy of this process uses the store and the flag."""
         self._update_ids = update_ids or UpdateIds()
@@ -207,9 +248,8 @@ class Ledger:
     def open(self, base: PolicyVersion, version: int) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.
 
-        So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process. Versions that
-        it held in memory and did not write fail: engines go back to one that is on disk. `version` is what the weights
-        are.
+        So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process. `version` is
+        what the weights are.
 
         Raises:
             SettingsError: The ledger belongs to another model.
@@ -217,16 +257,12 @@ class Ledger:
         trainer_id = self.settings.trainer_id
         self._versions = {version}
         self.report_status("starting")
-        self._signs = Renewal("the sign of life", notices.BEAT_SECONDS, self._give_sign)
+        self._signs = Renewal("the sign of life", trainer_reports.BEAT_SECONDS, self._give_sign)
         freed = claims.take_back(self.db, trainer_id, self.policy_id)
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, trainer_id)
         with self.db.write() as conn:
             versions.adopt_base(conn, base)
-            last = updates.last_update(conn, policy_id=self.policy_id)
-            lost = versions.fail_unwritten(conn, last.policy_version if last else 0, self.policy_id)
-        for version in lost:
-            log.warning("version %d was not written before the trainer ended: it fails, and is not used again", version)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -240,7 +276,7 @@ class Ledger:
         if self._signs is not None:
             self._signs.stop()
             if not self._has_failed:
-                self.report_status("stopped", state=notices.TrainerState.STOPPED)
+                self.report_status("stopped", state=trainer_reports.TrainerState.STOPPED)
         if self._is_alone:
             self.db.close()
 
@@ -325,13 +361,6 @@ class Ledger:
 
         return {version for version in self.read(read) if version is not None}
 
-    def best_versions(self, count: int) -> set[int]:
-        """Return this number of versions with the best evaluations, by mean reward; of equal ones the newer."""
-        if not count:
-            return set()
-        measured = self.read(lambda conn: versions.evaluated_versions(conn, self.policy_id))
-        return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
-
     def last_update(self) -> UpdateRecord | None:
         return self.read(lambda conn: updates.last_update(conn, policy_id=self.policy_id))
 
@@ -339,7 +368,7 @@ class Ledger:
         return self.read(lambda conn: updates.updates_after(conn, update_id, self.policy_id))
 
     def kept_state(self) -> Json | None:
-        return self.read(lambda conn: notices.kept_state(conn, self.policy_id))
+        return self.read(lambda conn: trainer_reports.kept_state(conn, self.policy_id))
 
     def next_update_id(self) -> int:
         return self._update_ids.after(self.read(updates.last_update_id))
@@ -396,26 +425,15 @@ class Ledger:
         self._versions |= recorded
         self._unacknowledged -= recorded
 
-    def announce_weights(self, url: str | None) -> None:
-        """Store where the weights in memory are handed out; None removes the address.
-
-        Engines read directories while the address is not known, so training does not depend on it.
-        """
-        try:
-            with self.db.write() as conn:
-                notices.announce_weights(conn, self.settings.trainer_id, url, rows.from_micros(database.clock(conn)))
-        except StoreUnavailable as error:
-            log.warning("the address of the weights was not stored, engines read directories: %s", error)
-
     def report_status(
         self,
         text: str,
         seconds_left: float | None = None,
-        state: notices.TrainerState = notices.TrainerState.RUNNING,
+        state: trainer_reports.TrainerState = trainer_reports.TrainerState.RUNNING,
     ) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
-        if state is notices.TrainerState.RUNNING and self._is_blocked:
-            state = notices.TrainerState.BLOCKED
+        if state is trainer_reports.TrainerState.RUNNING and self._is_blocked:
+            state = trainer_reports.TrainerState.BLOCKED
         if self.policy is not None:
             text = f"policy {self.policy.name!r}: {text}"
         try:
@@ -423,20 +441,22 @@ class Ledger:
                 now = rows.from_micros(database.clock(conn))
                 starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
                 trainer_id = self.settings.trainer_id
-                status = notices.TrainerStatus(
+                status = trainer_reports.TrainerStatus(
                     trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
                 )
-                notices.report_status(conn, status)
+                trainer_reports.report_status(conn, status)
         except StoreUnavailable as error:
             log.warning("the trainer's status was not stored: %s", error)
 
     def note_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self.report_status(f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=notices.TrainerState.DIED)
+        self.report_status(
+            f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], state=trainer_reports.TrainerState.DIED
+        )
 
     def _give_sign(self) -> None:
         with self.db.write() as conn:
-            notices.note_sign_of_life(conn, self.settings.trainer_id)
+            trainer_reports.note_sign_of_life(conn, self.settings.trainer_id)
 
     def _release(self, held: claims.Claim, reason: str) -> None:
         try:

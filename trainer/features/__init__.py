@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from trainer.features.devices import DevicesSettings, place_of
-from trainer.features.experts import Experts
+from trainer.features.evaluation import Evaluation, EvaluationSettings
+from trainer.features.experts import Experts, ExpertSettings
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
 from trainer.features.memory import MemorySettings, SavingAgent
 from trainer.features.quotas import Quotas, QuotaSettings
+from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
+from trainer.features.replay import ReplayClaims, ReplaySettings
 from trainer.features.rewinds import Refusals, Rewinds, RewindSettings
 from trainer.features.sentinels import Sentinels, SentinelSettings
+from trainer.features.sleep import EngineSleep, SleepSettings
 from trainer.features.supports import Supports
+from trainer.features.transfers import Transfers, TransferSettings
 from trainer.settings import TrainerSettings
 from trainer.train import Features
 
 FEATURES = Features(
     terms=(Supports, Images, Experts),
     holds=(Refusals, Sentinels, Quotas, Rewinds),
-    gates=(Gate,),
+    beside=(Gate, Transfers, EngineSleep, Evaluation),
+    claims=(ReplayClaims,),
+    recorders=recorders_of,
+    checks=(check_packages,),
     agent=SavingAgent,
     place=place_of,
 )
 
 
 class Settings(
-    DevicesSettings, GateSettings, MemorySettings, SentinelSettings, QuotaSettings, RewindSettings, TrainerSettings
+    DevicesSettings,
+    MemorySettings,
+    ReplaySettings,
+    ExpertSettings,
+    TransferSettings,
+    SleepSettings,
+    EvaluationSettings,
+    RecorderSettings,
+    GateSettings,
+    SentinelSettings,
+    QuotaSettings,
+    RewindSettings,
+    TrainerSettings,
 ):
     """The settings of one trainer process with all of its features."""

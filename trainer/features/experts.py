@@ -28,6 +28,7 @@ from trainer.model.model import Policy
 from trainer.model.terms import Around, Term
 from trainer.settings import TrainerSettings
 from turnwise.features.experts import experts_of
+from turnwise.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,21 @@ NUM_PROBED = 8
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+class ExpertSettings(Settings):
+    """Whether the engine's experts are used."""
+
+    router_replay: bool = True
+    """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
+    engine with `--enable-return-routed-experts`, for calls that do not stream."""
+
+
 class Experts(Term):
     """The experts that the engine chose for the tokens of chains."""
 
     name = "experts"
 
     def __init__(self, settings: TrainerSettings) -> None:
+        assert isinstance(settings, ExpertSettings)
         self._is_wanted = settings.router_replay
 
     def of_row(self, batch: Batch, row: Row) -> Indices | None:

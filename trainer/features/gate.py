@@ -20,10 +20,7 @@ from pydantic import Field
 from trainer.batch.batch import Batch, Reals, build
 from trainer.batch.chain import Chain
 from trainer.batch.selection import Unfit
-from trainer.claims.holds import PublishingGate
-from trainer.claims.ledger import Ledger
-from trainer.model.agent import PolicyAgent
-from trainer.settings import TrainerSettings
+from trainer.claims.holds import Beside
 from turnwise.features import gate
 from turnwise.settings import Settings
 from turnwise.statistics import intervals
@@ -84,18 +81,11 @@ def shifts_of(
     return shifts
 
 
-class Gate(PublishingGate):
+class Gate(Beside[GateSettings]):
     """Compares the updated weights with held-out sessions; every process calls it in step."""
 
-    def __init__(self, ledger: Ledger, learner: PolicyAgent) -> None:
-        assert isinstance(ledger.settings, GateSettings)
-        self._ledger = ledger
-        self._learner = learner
-        self._settings = ledger.settings
-
     @classmethod
-    def is_on(cls, settings: TrainerSettings) -> bool:
-        assert isinstance(settings, GateSettings)
+    def is_on(cls, settings: GateSettings) -> bool:
         return settings.gate_sessions > 0
 
     def why_unpublished(self, policy_version: int) -> tuple[Json, str | None]:

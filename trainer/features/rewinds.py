@@ -10,7 +10,7 @@ from typing import Literal
 
 from trainer.claims.claims import most_ahead
 from trainer.claims.holds import Hold, Rewind
-from trainer.claims.ledger import Ledger, RunProgress
+from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
 from turnwise.settings import Settings
 from turnwise.store import claims, versions
@@ -33,16 +33,13 @@ class RewindSettings(Settings):
     version's weights and train from there. Neither drops groups."""
 
 
-class Refusals(Hold):
+class Refusals(Hold[TrainerSettings]):
     """Waits for a person once engines refused several versions in a row."""
 
     needs_person = True
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._policy_id = ledger.policy_id
-
     def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | None:  # noqa: ARG002
-        refused = versions.refused_in_a_row(conn, MOST_REFUSED, self._policy_id)
+        refused = versions.refused_in_a_row(conn, MOST_REFUSED, self._ledger.policy_id)
         if not refused:
             return None
         return (
@@ -61,11 +58,8 @@ class GivenUp:
     """The versions that a person undid by a choice of the version before them, without a pin."""
 
 
-class Rewinds(Hold):
+class Rewinds(Hold[TrainerSettings]):
     """Goes back to the weights before versions that failed or were undone, and heeds a pin."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
 
     def changes(self, conn: Connection, state: ServingState) -> list[Change]:
         of, held = self._ledger.policy_id, self._ledger.held_groups
@@ -74,7 +68,7 @@ class Rewinds(Hold):
     def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | Rewind | None:
         failed = versions.failed_versions(conn, at.recent_versions)
         pinned = state.pinned_version if self._ledger.is_paced else None
-        return why_held(GivenUp(pinned=pinned, failed=failed, undone=state.undone), at, self._ledger.settings)
+        return why_held(GivenUp(pinned=pinned, failed=failed, undone=state.undone), at, self._settings)
 
 
 def why_held(given_up: GivenUp, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:

@@ -72,16 +72,14 @@ class SentinelSettings(Settings):
     watched; {} watches none."""
 
 
-class Sentinels(Hold):
+class Sentinels(Hold[SentinelSettings]):
     """Waits for a person while a sentinel of the served version is beyond its bound."""
 
     needs_person = True
     needs_batch = True
 
     def __init__(self, ledger: Ledger) -> None:
-        assert isinstance(ledger.settings, SentinelSettings)
-        self._bounds = ledger.settings.sentinels
-        self._ledger = ledger
+        super().__init__(ledger)
         self._watched_at = -math.inf
 
     def changes(self, conn: Connection, state: ServingState) -> list[Change]:
@@ -96,7 +94,7 @@ class Sentinels(Hold):
             active = serving.serving_state(conn, self._ledger.policy_id).active
             if active is None:
                 return
-            alarm = check(conn, self._bounds, self._ledger.policy_id)
+            alarm = check(conn, self._settings.sentinels, self._ledger.policy_id)
         self._watched_at = time.monotonic()
         if alarm != active.alarm:
             with self._ledger.db.write() as conn:

@@ -1,4 +1,4 @@
-"""Policy versions on disk and in memory: written atomically, renamed after a crash, removed when nothing uses them.
+"""Policy versions on disk: written atomically, renamed after a crash, removed when nothing uses them.
 
 What engines read and what the trainer resumes from are siblings, `v000007/` with Hugging Face files and
 `turnwise.json` alone, `v000007.trainer/` with optimizer and counts. Both are written beside their place, synced and
@@ -14,26 +14,22 @@ and a run can go on with another number of processes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import logging
 import shutil
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from trainer.model.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
 from turnwise import version_directory
-from turnwise.engine_plugin.channel import TensorLayout, checksum_of
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, replaced, synchronise
 from turnwise.types import Json
@@ -44,8 +40,6 @@ log = logging.getLogger(__name__)
 TENSORS = "tensors"
 SHARED_SECONDS = 60.0
 """How long a process waits for a file of another one; network file systems show it late."""
-MOST_HELD = 2
-"""Versions that stay in memory; engines get older ones from their directories."""
 LOCK = ".lock"
 WRITING = ".writing-"
 REPLACED = ".replaced-"
@@ -206,43 +200,6 @@ class Checkpoints:
         # The state goes first: a version without state can still be served, one without weights cannot be resumed.
         shutil.rmtree(self.state_directory(version), ignore_errors=True)
         shutil.rmtree(self.policy_directory(version), ignore_errors=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldVersion:
-    """A version in memory."""
-
-    layout: TensorLayout
-    buffer: Tensor
-    """All weights. [layout.num_bytes], uint8"""
-    checksum: str
-    probe: Json | None
-    """A text and its logprobs under these weights, as in a manifest; None without one."""
-
-
-class HeldVersions:
-    """The newest versions, for the thread that trains and the threads that send."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: dict[int, HeldVersion] = {}
-
-    def hold(self, version: int, weights: Mapping[str, Tensor], probe: Json | None) -> bool:
-        """Copy a version; return False where a weight is not finite."""
-        if not all(bool(torch.isfinite(value.sum(dtype=torch.float32))) for value in weights.values()):
-            return False
-        layout = TensorLayout.of(weights)
-        buffer = layout.pack(weights)
-        held = HeldVersion(layout, buffer, checksum_of(buffer), probe)
-        with self._lock:
-            self._held[version] = held
-            for old in sorted(self._held)[:-MOST_HELD]:
-                del self._held[old]
-        return True
-
-    def find(self, version: int) -> HeldVersion | None:
-        with self._lock:
-            return self._held.get(version)
 
 
 def copied(tensors: Any) -> Any:

@@ -28,17 +28,16 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from trainer.batch.advantages import SingleValue
 from trainer.batch.chain import Chain
 from trainer.batch.selection import Selection
-from trainer.claims.ledger import ClaimedBatch, Ledger, RunProgress
+from trainer.claims.ledger import ClaimedBatch, Kept, Ledger, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.critic import Critic
 from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints, copied
-from trainer.replay import Buffer, Entry
 from trainer.settings import TrainerSettings
 from turnwise.store import claims, updates
 from turnwise.store import versions as stored_versions
-from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.types import Json, PolicyVersion, SessionKey, UpdateRecord
 from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)
@@ -46,8 +45,10 @@ log = logging.getLogger(__name__)
 TENSORS = ("model", "optimizer")
 """The parts of a state that hold tensors, without those of a critic."""
 MOST_RECENT_VERSIONS = 64
-"""How many versions `Progress.recent_versions` holds; nothing counts as more stale than this."""
+"""How many versions `RunProgress.recent_versions` holds; nothing counts as more stale than this."""
 PROBE_TOKENS = 48
+OWN = frozenset({"progress", "metrics", "has_critic", "singles", "settings"})
+"""The values of a saved state that are not of `State.kept`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,8 @@ class State:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     metrics: Json = dataclasses.field(default_factory=dict)
-    buffer: Buffer = ()
-    """The replay buffer's index; empty on policy."""
+    kept: Kept = dataclasses.field(default_factory=dict)
+    """What claims keep for later batches."""
     singles: tuple[SingleValue, ...] = ()
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
     critic: Critic | None = None
@@ -81,21 +82,16 @@ class State:
 
     def rng(self) -> np.random.Generator:
         """Return the random numbers of the coming batch, and seed torch with them."""
-        sequence = np.random.SeedSequence([self.progress.seed, self.progress.num_batches])
-        torch.manual_seed(int(sequence.generate_state(1)[0]))
-        return np.random.default_rng(sequence)
+        torch.manual_seed(int(self.progress.seeds().generate_state(1)[0]))
+        return self.progress.rng()
 
     def values(self) -> dict[str, Any]:
-        return {
-            "progress": dataclasses.asdict(self.progress),
-            "metrics": self.metrics,
-            "has_critic": self.critic is not None,
-            **self.beside_checkpoint(),
-        }
+        has_critic, progress = self.critic is not None, dataclasses.asdict(self.progress)
+        return {"progress": progress, "metrics": self.metrics, "has_critic": has_critic, **self.of_batches()}
 
-    def beside_checkpoint(self) -> Json:
-        buffer = [dataclasses.asdict(entry) for entry in self.buffer]
-        return {"buffer": buffer, "singles": list(map(list, self.singles))}
+    def of_batches(self) -> Json:
+        """Return what batches change also if they make no version."""
+        return {**self.kept, "singles": list(map(list, self.singles))}
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors that a resume needs, of which this process holds all or its shards; not copied."""
@@ -119,8 +115,8 @@ class State:
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"]).with_batches(saved)
 
     def with_batches(self, saved: Json) -> State:
-        buffer, singles = (Entry(**entry) for entry in saved["buffer"]), (SingleValue(*row) for row in saved["singles"])
-        return dataclasses.replace(self, buffer=tuple(buffer), singles=tuple(singles))
+        kept = {name: value for name, value in saved.items() if name not in OWN}
+        return dataclasses.replace(self, kept=kept, singles=tuple(SingleValue(*row) for row in saved["singles"]))
 
     def _load_tensors(self, fill: Callable[[dict[str, Any]], None], *, has_critic: bool) -> None:
         tensors = self.tensors()
@@ -146,7 +142,8 @@ class NewVersion:
     trained_at: float
     """When its last optimizer step ended, on the monotonic clock."""
     trained: Mapping[SessionKey, updates.Advantages]
-    refusal: str | None = None
+    unpublished: str | None = None
+    """Why engines must not get it; None where they may."""
 
 
 def probe_of(policy: Policy, experiences: Sequence[Chain]) -> Json:
@@ -175,15 +172,14 @@ class Commits:
         learner: PolicyAgent,
         checkpoints: Checkpoints,
         settings: TrainerSettings,
-        *,
-        keeps_refused: bool,
+        kept: Sequence[Callable[[], set[int]]],
     ) -> None:
-        """`keeps_refused`: a group that was not trained this time is not dropped, since it is in a replay buffer."""
+        """Each of `kept` returns versions that stay on disk besides those in use."""
         self._ledger = ledger
         self._learner = learner
         self._checkpoints = checkpoints
         self._settings = settings
-        self._keeps_refused = keeps_refused
+        self._kept = kept
         self._saved_settings = settings.saved()
         self._pending: list[claims.Finished] = []
         """Batches that no written state contains, oldest first. In the first process alone."""
@@ -251,7 +247,7 @@ class Commits:
                 claimed.claim,
                 update=self._record_of(state, after),
                 policy=policy,
-                refused=self._dropped(claimed, chosen.refused),
+                refused=claimed.dropped(chosen.refused),
                 trained=made.trained,
             )
             self._pending.append(finished)
@@ -266,7 +262,7 @@ class Commits:
         self, state: State, claimed: ClaimedBatch, metrics: Json, chosen: Selection | None
     ) -> tuple[Json, State]:
         reasons = {} if chosen is None else chosen.refused
-        dropped = self._dropped(claimed, reasons)
+        dropped = claimed.dropped(reasons)
         after = state.with_progress(
             num_batches=state.progress.num_batches + 1,
             update_id=self._learner.world.from_first(self._ledger.next_update_id),
@@ -276,8 +272,8 @@ class Commits:
         after = dataclasses.replace(after, metrics=metrics)
         if self._learner.world.is_first:
             record = self._record_of(state, after)
-            # No checkpoint holds what this batch did to the buffer and to the window, so the ledger does.
-            finished = claims.Finished(claimed.claim, update=record, refused=dropped, state=after.beside_checkpoint())
+            # No checkpoint holds what this batch left for later ones, so the ledger does.
+            finished = claims.Finished(claimed.claim, update=record, refused=dropped, state=after.of_batches())
             self._pending.append(finished)
             self.settle()
         return metrics, after
@@ -318,13 +314,13 @@ class Commits:
             kind=self._settings.kind,
             update_id=after.progress.update_id,
             metrics=after.metrics,
-            error=None if made.refusal is None else f"{stored_versions.REFUSED_BY_GATE}: {made.refusal}",
+            error=None if made.unpublished is None else f"{stored_versions.REFUSED_BY_GATE}: {made.unpublished}",
         )
         if made.is_held:
             self._ledger.publish(policy, after.progress.recent_versions)
-            self._directory = self._thread.submit(self._write_directory, policy, after, parent, made)
-        else:
-            self._write_directory(policy, after, parent, made)
+        self._directory = self._thread.submit(self._write_directory, policy, after, parent, made)
+        if not made.is_held:
+            self._wait_for_directory()
         return policy
 
     def _write_directory(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
@@ -382,12 +378,8 @@ class Commits:
     def _prune(self, versions: set[int]) -> None:
         every = self._settings.keep_every
         kept = set() if every is None else {one for one in self._checkpoints.versions() if one % every == 0}
-        kept |= self._ledger.best_versions(self._settings.keep_best)
+        kept = kept.union(*(versions_of() for versions_of in self._kept))
         self._checkpoints.prune(versions | kept | self._written | self._ledger.versions_in_use())
-
-    def _dropped(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
-        keys = set() if self._keeps_refused else claimed.group_keys
-        return {group: reason for group, reason in reasons.items() if group in keys}
 
     def _record_of(self, before: State, after: State) -> UpdateRecord:
         progress, was = after.progress, before.progress

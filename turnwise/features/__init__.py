@@ -4,7 +4,7 @@ The store knows none of them. A process imports this package at its top, before 
 """
 
 from turnwise import parts
-from turnwise.features import arms, consent, experts, feedback, images, labels, limits, prices, supports
+from turnwise.features import arms, consent, experts, feedback, images, labels, limits, prices, supports, transfers  # noqa: F401
 from turnwise.features.page import activity  # noqa: F401  its table is declared there
 from turnwise.store import extensions
 

@@ -20,12 +20,12 @@ from turnwise.store import groups
 from turnwise.store.conversations import newest_generation
 from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.extensions import Extension, KeyName
-from turnwise.store.notices import forget_in_states
 from turnwise.store.rows import RowFormat, StoredRow
 from turnwise.store.schema import columns_of, metadata, sessions, turns
 from turnwise.store.schema import groups as groups_table
 from turnwise.store.selection import LockedSession, SessionFilter, is_session, session_row
 from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page, unindexed
+from turnwise.store.trainer_reports import forget_in_states
 from turnwise.store.turns import TurnRow
 from turnwise.types import NOT_RECORDED, REDACTED, GroupStatus, Outcome, Session, SessionKey, utc_now
 

@@ -19,7 +19,6 @@ from turnwise.store import extensions
 from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
-from turnwise.store.notices import forget_in_states
 from turnwise.store.policies import bases_since, delete_policies
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import (
@@ -37,6 +36,7 @@ from turnwise.store.schema import (
 )
 from turnwise.store.selection import SessionFilter, session_row
 from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
+from turnwise.store.trainer_reports import forget_in_states
 from turnwise.store.turns import fitting
 from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
 from turnwise.version_directory import remove_files

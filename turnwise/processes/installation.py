@@ -157,7 +157,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         from turnwise.features import consent
         from turnwise.sampling import ADVICE, count_not_trained
-        from turnwise.store import notices, turns
+        from turnwise.store import trainer_reports, turns
         from turnwise.store.database import Database, missing_file, readable_files
 
         missing = missing_file(url)
@@ -176,7 +176,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
         database.prepare()
         with database.read() as connection:
-            trainers = notices.trainer_statuses(connection, tenant)
+            trainers = trainer_reports.trainer_statuses(connection, tenant)
             samplings = turns.newest_samplings(connection, tenant)
             marks = consent.count_marks(connection, tenant)
     except TurnwiseError as error:

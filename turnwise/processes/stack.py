@@ -48,7 +48,8 @@ SHOWN_LOGGERS = {
         for name in ("reload.rollout", "reload.driver", "features.arms.trials", "features.sleep.sleeper")
     ),
     "trainer": tuple(
-        f"trainer.{name}" for name in ("claims.claims", "claims.ledger", "recorders", "train", "versions.starts")
+        f"trainer.{name}"
+        for name in ("claims.claims", "claims.ledger", "features.recorders", "train", "versions.resume")
     ),
 }
 """The loggers whose lines the terminal shows; warnings and errors of all are shown."""

@@ -22,11 +22,11 @@ from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
-from turnwise.store.notices import keep_state
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import groups, sessions, turns, updates
 from turnwise.store.selection import has_policy
 from turnwise.store.statements import is_among, unindexed
+from turnwise.store.trainer_reports import keep_state
 from turnwise.store.updates import Advantages, record_trained
 from turnwise.store.versions import publish_version
 from turnwise.types import (
@@ -94,7 +94,7 @@ class Finished:
     """Groups that were not trained, with the reasons: they are dropped."""
     trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
     state: Json | None = None
-    """What the batch left that no checkpoint holds, as `notices.keep_state` takes it."""
+    """What the batch left that no checkpoint holds, as `trainer_reports.keep_state` takes it."""
 
 
 def claim(

@@ -269,14 +269,6 @@ trainer_states = sa.Table(
 )
 """State that the last batch of a policy left in its trainer, and that no checkpoint holds; no tenant reads it."""
 
-weight_servers = sa.Table(
-    "weight_servers",
-    metadata,
-    sa.Column("trainer_id", sa.Text, primary_key=True),
-    sa.Column("url", sa.Text, nullable=False),
-    sa.Column("announced_at", Instant, nullable=False),
-)
-
 api_keys = sa.Table(
     "api_keys",
     metadata,

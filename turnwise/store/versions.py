@@ -6,7 +6,6 @@ which versions engines serve.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
@@ -139,22 +138,6 @@ def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
         )
 
 
-def fail_unwritten(conn: sa.Connection, after: int, policy_id: int = DEFAULT_POLICY) -> list[int]:
-    """Fail a policy's versions above this one that a trainer published and never wrote; return them.
-
-    Their turns keep their behaviour logprobs, and their numbers are not used again.
-    """
-    is_lost = sa.and_(
-        table.c.policy_id == policy_id,
-        table.c.version > after,
-        table.c.update_id.is_not(None),
-        table.c.weights_digest.is_(None),
-        table.c.status != PolicyStatus.FAILED.value,
-    )
-    failed = sa.update(table).where(is_lost).values(status=PolicyStatus.FAILED.value, error=LOST)
-    return list(conn.execute(failed.returning(table.c.version)).scalars())
-
-
 def change_version(
     conn: sa.Connection, version: int, *conditions: sa.ColumnElement[bool], **fields: Any
 ) -> PolicyVersion:
@@ -244,10 +227,3 @@ def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_P
         each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
     ]
     return found if len(found) == count and all(is_refused) else []
-
-
-def evaluated_versions(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> dict[int, float]:
-    c = table.c
-    found = conn.execute(sa.select(c.version, c.metrics).where(c.policy_id == policy_id)).all()
-    gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}
-    return {version: one["reward_mean"] for version, one in gauges.items() if one.get("reward_mean") is not None}

@@ -27,7 +27,7 @@ from proxy.features.places import Places
 from proxy.metrics import Metrics
 from turnwise.errors import StoreError
 from turnwise.features.page import overview
-from turnwise.store import notices
+from turnwise.store import trainer_reports
 from turnwise.store.database import Database
 from turnwise.types import Json, utc_now
 
@@ -67,7 +67,7 @@ class RecentCounts:
             kept = self._kept.get(tenant)
             if kept is None or self._clock() >= kept.valid_until:
                 return await self._count(tenant)
-        trainers = await self._database.fetch(notices.trainer_statuses, tenant)
+        trainers = await self._database.fetch(trainer_reports.trainer_statuses, tenant)
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
     def forget(self, tenant: str) -> None:

@@ -8,10 +8,10 @@ import logging
 from proxy.engines.engine import LOADING, Engine
 from proxy.engines.pool import EnginePool
 from proxy.features.sleep.settings import SleepSettings
+from proxy.features.transfers import CONNECT_SECONDS, ask_trainer, first_answer
 from proxy.reload.lease import DriverLease
 from proxy.reload.loader import weights_path
 from proxy.reload.parts import EngineMemory
-from proxy.reload.transfer import CONNECT_SECONDS, ask_trainer, first_answer
 from proxy.settings import ProxySettings
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
@@ -65,13 +65,13 @@ class Sleeper(EngineMemory):
         return wish is not None
 
     async def is_given_up(self, engine: Engine) -> bool:
-        return self._is_on and await engine.is_sleeping()
+        return self._is_on and await engine.has_flag("sleeping")
 
     async def take_back(self, engine: Engine, active: PolicyVersion | None) -> bool:
         """Return whether an engine is awake, after waking one that no trainer needs asleep."""
         if not self._is_on:
             return True
-        if await engine.is_sleeping() and await self._wanted() is not None:
+        if await engine.has_flag("sleeping") and await self._wanted() is not None:
             return False
         await self.wake(engine, active)
         await engine.read_label()
@@ -93,23 +93,27 @@ class Sleeper(EngineMemory):
         Raises:
             EngineError: it did not wake.
         """
-        if not await engine.is_sleeping():
+        if not await engine.has_flag("sleeping"):
             return
-        await engine.wake("weights", seconds=self._seconds)
+        await self._take_back(engine, "weights")
         await engine.read_label()
         if engine.loaded_version is None:
             served = active if active is not None and active.kind is PolicyKind.FULL else engine.own_model
             await engine.load_weights(weights_path(served, engine), seconds=self._seconds)
             await engine.label_weights(served.version)
-        await engine.wake("kv_cache", seconds=self._seconds)
+        await self._take_back(engine, "kv_cache")  # sampling resumes once the engine has both
         log.info("the engine at %s is awake", engine.url)
 
+    async def _take_back(self, engine: Engine, part: str) -> None:
+        await engine.ask("POST", "/wake_up", seconds=self._seconds, tags=part)
+
     async def _put_to_sleep(self, engine: Engine, level: int, active: PolicyVersion | None) -> None:
-        if await engine.is_sleeping():
+        if await engine.has_flag("sleeping"):
             return
         if active is not None and active.kind is PolicyKind.LORA:
             level = 1  # the second level would drop the adapters too
         if level == DROPS_WEIGHTS:
             await engine.label_weights(LOADING)  # whoever wakes it must load its weights
-        await engine.sleep(level, seconds=self._seconds)
+        # It stops sampling; running calls are kept, new ones queue.
+        await engine.ask("POST", "/sleep", seconds=self._seconds, level=str(level), mode="keep")
         log.info("the engine at %s sleeps at level %d for the trainer", engine.url, level)

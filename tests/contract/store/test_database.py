@@ -20,7 +20,7 @@ from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, Store
 from turnwise.features.page import overview
 from turnwise.store import schema, sessions
 from turnwise.store.database import Database, attempt
-from turnwise.store.notices import acquire_lease, renew_lease
+from turnwise.store.leases import acquire_lease, renew_lease
 from turnwise.types import Session
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)

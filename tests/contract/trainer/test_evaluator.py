@@ -12,8 +12,8 @@ from support.ledger_samples import add_finished, sampled_by
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import Ledger
-from trainer.evaluate import Evaluator
 from trainer.features import Settings
+from trainer.features.evaluation import Evaluator
 from turnwise.errors import StoreUnavailable
 from turnwise.store import serving, versions
 from turnwise.store.database import Database
@@ -71,7 +71,7 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     else:
         assert [(one["num_sessions"], one["is_partial"]) for one in found] == [(1, True)]
     with ledger.read() as connection:
-        assert versions.evaluated_versions(connection) == {}
+        assert versions.get_version(connection, 5).metrics == {}
 
 
 def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_next_version(ledger, tmp_path):

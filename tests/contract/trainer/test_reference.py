@@ -14,7 +14,7 @@ from support.trainer_ledger import Rollouts, train_policies
 
 from trainer.features import Settings
 from trainer.model.model import Policy
-from trainer.train import make_parts
+from trainer.policies import make_parts
 from turnwise.store import policies, versions
 from turnwise.store.database import Database
 from turnwise.store.updates import list_updates
@@ -85,7 +85,7 @@ def test_after_a_restart_the_reference_is_still_the_adapter_that_the_policy_star
 
 def test_a_chain_beyond_the_models_positions_is_refused_by_name(tmp_path, model, ledger):
     settings = settings_for(tmp_path, model, kind="full")
-    _, learner, *_ = make_parts(settings, has_buffer=False)
+    _, learner, *_ = make_parts(settings)
     learner.load(0)
     positions = learner.policy.num_positions
     assert positions == learner.policy.config.max_position_embeddings

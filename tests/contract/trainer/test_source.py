@@ -23,8 +23,8 @@ from turnwise.errors import StoreUnavailable
 from turnwise.features.page import overview
 from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Database
-from turnwise.store.notices import TrainerStatus
 from turnwise.store.rewards import add_rewards
+from turnwise.store.trainer_reports import TrainerStatus
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, Reward, Role, Split
 

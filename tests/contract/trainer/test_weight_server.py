@@ -10,14 +10,14 @@ import httpx2
 import pytest
 from support.waiting import wait_until
 
-from trainer.features import Settings
-from trainer.publish import weight_server
-from trainer.publish.weight_server import WeightServer
+from trainer.features.transfers import HeldVersions
+from trainer.features.transfers import server as weight_server
+from trainer.features.transfers.server import WeightServer
 
 
 @pytest.fixture
 def server() -> Iterator[WeightServer]:
-    server = WeightServer(Settings())
+    server = WeightServer(HeldVersions())
     yield server
     server.close()
 
@@ -75,7 +75,7 @@ def test_a_request_that_does_not_become_whole_is_closed(monkeypatch, server, sen
 
 def test_connections_beyond_the_most_are_closed_and_their_places_come_back(monkeypatch):
     monkeypatch.setattr(weight_server, "MAX_CONNECTIONS", 3)
-    server = WeightServer(Settings())
+    server = WeightServer(HeldVersions())
     try:
         with contextlib.ExitStack() as opened:
             for _ in range(3):
@@ -104,3 +104,4 @@ def test_a_request_with_the_key_is_answered_and_its_connection_is_used_again(ser
                 received += peer.recv(65536)
             assert received.startswith(b"HTTP/1.1 200 ")
     assert httpx2.get(f"{server.url}/versions/1").json() == {"error": "version 1 is not in memory"}
+    assert httpx2.post(f"{server.url}/transfers", json={"version": "x"}).status_code == 422

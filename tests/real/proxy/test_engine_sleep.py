@@ -11,9 +11,9 @@ from support.reload_stage import Process, Stage, running_stage
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script
 
-from trainer.features import Settings
-from trainer.publish.weight_server import WeightServer
-from turnwise.store import notices
+from trainer.features.transfers import HeldVersions
+from trainer.features.transfers.server import WeightServer
+from turnwise.features import transfers
 
 
 @pytest.fixture
@@ -32,15 +32,16 @@ async def process(stage: Stage) -> AsyncIterator[Process]:
 
 class Trainer:
     def __init__(self, stage: Stage, level: int) -> None:
-        self.server = WeightServer(Settings(engine_sleep_level=level))
+        self.server = WeightServer(HeldVersions())
         with stage.database.write() as connection:
-            notices.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
+            transfers.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
+        self._level = level
         self.computes, self._may_end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._compute, daemon=True)
         self._thread.start()
 
     def _compute(self) -> None:
-        with self.server.engines_asleep():
+        with self.server.engines_asleep(self._level):
             self.computes.set()
             self._may_end.wait(WAIT_SECONDS)
 

@@ -22,7 +22,8 @@ from proxy.engines.pool import EnginePool
 from proxy.reload.checkpoint import check_version, own_model
 from proxy.reload.lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, ReloadFailed, StoreError, StoreUnavailable
-from turnwise.store import notices, serving, versions
+from turnwise.features import transfers
+from turnwise.store import leases, serving, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
 
@@ -121,8 +122,8 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(stag
 def steal_lease(stage: Stage, token: int | None) -> None:
     assert token is not None
     with stage.database.write() as connection:
-        notices.renew_lease(connection, LEASE, token, 0)
-        assert notices.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
+        leases.renew_lease(connection, LEASE, token, 0)
+        assert leases.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
 
 
 async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_writes_nothing(stage):
@@ -210,14 +211,14 @@ async def test_an_engine_whose_last_good_version_cannot_be_restored_while_the_st
     async with stage.process() as process:
         await process.serve(1)
         stage.publish(2)
-        first, read = process.pool.engines[0], notices.weight_urls
+        first, read = process.pool.engines[0], transfers.weight_urls
 
         def weight_urls(connection: Connection) -> list[str]:
             if first.state is EngineState.RELOADING and first.loaded_version is None:
                 raise StoreUnavailable("the store does not answer")
             return read(connection)
 
-        monkeypatch.setattr(notices, "weight_urls", weight_urls)
+        monkeypatch.setattr(transfers, "weight_urls", weight_urls)
         monkeypatch.setattr("turnwise_fake_engine.control.has_weights", lambda directory: directory.name != "v2")
         await process.follow()
         assert (process.versions, stage.statuses()) == ([None, 1], ["active", "published"])

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import httpx2
 import pytest
 import torch
 from support import dying_weights
@@ -18,12 +17,13 @@ from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script
 
 from proxy.engines.engine import EngineState
-from proxy.reload import transfer
-from trainer.features import Settings
-from trainer.publish.weight_server import WeightServer
+from proxy.features.transfers import MemoryLoader
+from trainer.features.transfers import HeldVersions
+from trainer.features.transfers.server import WeightServer
 from turnwise.engine_plugin import channel
-from turnwise.store import notices
-from turnwise.store.versions import fail_unwritten, publish_version
+from turnwise.features import transfers
+from turnwise.features.transfers import fail_unwritten
+from turnwise.store.versions import publish_version
 from turnwise.types import PolicyVersion
 
 NO_PROBE = {"token_ids": [1], "logprobs": []}
@@ -38,7 +38,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture
 def trainer(stage: Stage) -> Iterator[WeightServer]:
-    server = WeightServer(Settings())
+    server = WeightServer(HeldVersions())
     announce(stage, server.url)
     yield server
     server.close()
@@ -46,7 +46,7 @@ def trainer(stage: Stage) -> Iterator[WeightServer]:
 
 def announce(stage: Stage, url: str | None) -> None:
     with stage.database.write() as connection:
-        notices.announce_weights(connection, "trainer", url, datetime.now(UTC))
+        transfers.announce_weights(connection, "trainer", url, datetime.now(UTC))
 
 
 def publish_unwritten(stage: Stage, version: int, *, digest: str | None = None) -> None:
@@ -75,7 +75,20 @@ def assert_received(stage: Stage, version: int) -> None:
             assert torch.equal(engine.state.received[name], expected)
 
 
-async def test_engines_get_a_version_from_memory_and_need_no_directory(stage, trainer):
+async def test_engines_get_a_version_from_memory_while_they_take_calls_and_need_no_directory(
+    stage, trainer, monkeypatch
+):
+    """Also an engine that was restarted, and ones whose driver died in the middle of an update."""
+    states, send = [], MemoryLoader.send
+
+    async def noted(self, offer, engine):
+        is_sent = await send(self, offer, engine)
+        states.append(engine.state)
+        return is_sent
+
+    monkeypatch.setattr(MemoryLoader, "send", noted)
+    for engine in stage.engines:
+        engine.state.is_updating = True
     async with stage.process() as process:
         for version in (1, 2):
             trainer.held.hold(version, weights(version), NO_PROBE)
@@ -83,40 +96,16 @@ async def test_engines_get_a_version_from_memory_and_need_no_directory(stage, tr
             await process.follow()
             assert process.versions == [version, version]
             assert_received(stage, version)
+        assert states == [EngineState.READY] * 4
         assert stage.loads == [["memory:1", "memory:2"]] * 2
         assert stage.statuses() == ["retired", "active"]
         assert all(engine.state.running.is_set() for engine in stage.engines)
-
-
-async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage, trainer, monkeypatch):
-    states = []
-    async with stage.process() as process:
-        send = transfer.Transfers.send
-
-        async def noted(self, offer, engine):
-            is_sent = await send(self, offer, engine)
-            states.append(engine.state)
-            return is_sent
-
-        monkeypatch.setattr(transfer.Transfers, "send", noted)
-        trainer.held.hold(1, weights(1), NO_PROBE)
-        publish_unwritten(stage, 1)
-        await process.follow()
-        assert process.versions == [1, 1]
-    assert states == [EngineState.READY] * 2
-
-
-async def test_an_engine_that_was_restarted_gets_the_served_version(stage, trainer):
-    async with stage.process() as process:
-        trainer.held.hold(1, weights(1), NO_PROBE)
-        publish_unwritten(stage, 1)
-        await process.follow()
         restarted = stage.engines[0].state
         restarted.receiver, restarted.weight_version, restarted.received = None, "default", {}
-        await process.look()
-        await process.look()
-        assert process.versions == [1, 1]
-        assert_received(stage, 1)
+        for _ in range(2):
+            await process.look()
+        assert process.versions == [2, 2]
+        assert_received(stage, 2)
 
 
 async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_hands_it_out(stage):
@@ -224,25 +213,6 @@ async def test_bytes_that_change_on_the_way_are_noticed_before_the_model_is_touc
         assert stage.loads == [["v1"], ["v1"]]
 
 
-async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage, trainer):
-    for engine in stage.engines:
-        engine.state.is_updating = True
-    trainer.held.hold(1, weights(1), NO_PROBE)
-    async with stage.process() as process:
-        publish_unwritten(stage, 1)
-        await process.follow()
-        assert process.versions == [1, 1]
-
-
 def test_a_version_with_a_weight_that_is_not_finite_is_not_offered(trainer):
     assert not trainer.held.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
     assert trainer.held.find(1) is None
-
-
-def test_a_request_with_a_wrong_key_is_not_found(trainer):
-    trainer.held.hold(1, weights(1), NO_PROBE)
-    key = trainer.url.rpartition("/")[2]
-    assert trainer.answer("GET", f"/{key}/versions/1", {})[0] == 200
-    assert httpx2.get(f"{trainer.url}/versions/1").status_code == 200
-    assert httpx2.get(f"{trainer.url.removesuffix(key)}guess/versions/1").status_code == 404
-    assert trainer.answer("POST", f"/{key}/transfers", {"version": "x"})[0] == 422

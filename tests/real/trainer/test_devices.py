@@ -23,7 +23,7 @@ from trainer.model.model import Policy
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.features.page import overview
-from turnwise.store.notices import TrainerState, trainer_statuses
+from turnwise.store.trainer_reports import TrainerState, trainer_statuses
 
 
 @pytest.mark.parametrize("is_every", [False, True])

@@ -8,9 +8,10 @@ from support.tiny_models import FAMILIES, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 
 from trainer.features import Settings
+from trainer.features.transfers import Transfers
 from trainer.model.model import Policy
 from trainer.workflows import OnPolicyWorkflow
-from turnwise.store import notices
+from turnwise.features import transfers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -33,6 +34,10 @@ def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_pat
         assert torch.equal(sent[name], tensor)
 
 
+def server_of(workflow):
+    return next(each.server for each in workflow.beside if isinstance(each, Transfers))
+
+
 def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_path):
     model = make_model(tmp_path / "model")
     db = new_database(tmp_path / "ledger.db")
@@ -41,22 +46,22 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
 
     def announced() -> list[str]:
         with db.read() as connection:
-            return notices.weight_urls(connection)
+            return transfers.weight_urls(connection)
 
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
-    assert announced() == [workflow.weights.url]
+    assert announced() == [server_of(workflow).url]
     workflow.learn(state)
     for version in (1, 2):
-        held = workflow.weights.held.find(version)
+        held = server_of(workflow).held.find(version)
         written = load_file(tmp_path / "policies" / f"v{version:06d}" / "model.safetensors")
         assert all(torch.equal(tensor, written[name]) for name, tensor in held.layout.views(held.buffer))
     workflow.close()
     assert announced() == []
     resumed = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     resumed.setup(0)
-    assert resumed.weights.held.find(2).checksum == held.checksum
-    assert resumed.weights.held.find(2).probe == held.probe
+    assert server_of(resumed).held.find(2).checksum == held.checksum
+    assert server_of(resumed).held.find(2).probe == held.probe
     resumed.close()
     db.close()
 
@@ -68,7 +73,7 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     workflow.setup(0)
     with db.read() as connection:
-        assert notices.weight_urls(connection) == []
+        assert transfers.weight_urls(connection) == []
     workflow.close()
     db.close()
 
@@ -79,11 +84,11 @@ def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog, m
     db = new_database(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
     settings = settings_for(tmp_path, model, kind="lora", total_batches=1, engine_sleep_level=1)
-    monkeypatch.setattr("trainer.publish.weight_server.SLEEP_SECONDS", 0.05)
+    monkeypatch.setattr("trainer.features.transfers.server.SLEEP_SECONDS", 0.05)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(0))
     with db.read() as connection:
-        assert notices.weight_urls(connection) == [workflow.weights.url]
+        assert transfers.weight_urls(connection) == [server_of(workflow).url]
     workflow.close()
     db.close()
     assert state.progress.policy_version == 1

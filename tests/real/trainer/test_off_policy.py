@@ -21,12 +21,12 @@ from trainer.batch.ratios import TrainedTokens
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.features import Settings
-from trainer.replay import Entry, ReplayBuffer
+from trainer.features.replay import Entry, ReplayBuffer, read_buffer
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.features import retention
 from turnwise.features.page import updates as page_updates
-from turnwise.store import claims, experiences, groups, notices, schema, updates
+from turnwise.store import claims, experiences, groups, schema, trainer_reports, updates
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import name_digest
@@ -37,6 +37,10 @@ def workflow_for(tmp_path, model, **changes):
     return OffPolicyWorkflow.build_from_config(settings_for(tmp_path, model, **(defaults | changes)), enable_jit=False)
 
 
+def held(state):
+    return read_buffer(state.kept)
+
+
 def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, ledger):
     """Capacity 4, batches of 2: two arrive (warm-up), two more (first update), two more push the first two out."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=6)
@@ -45,13 +49,13 @@ def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, 
     state = workflow.setup(0)
     _, state = workflow.step(state)
     assert state.progress.num_optimizer_steps == 0
-    assert not buffer.can_sample(state.buffer)
+    assert not buffer.can_sample(held(state))
     _, state = workflow.step(state)
     assert state.progress.num_optimizer_steps == 1
-    assert len(state.buffer) == 4
-    assert sum(entry.num_uses for entry in state.buffer) == 2
+    assert len(held(state)) == 4
+    assert sum(entry.num_uses for entry in held(state)) == 2
     _, state = workflow.step(state)
-    assert [entry.arrived for entry in state.buffer] == [2, 3, 4, 5]
+    assert [entry.arrived for entry in held(state)] == [2, 3, 4, 5]
     assert state.progress.policy_version == 2
     # Of each sample: all but those of equal rewards.
     workflow.commits.finish_writing()
@@ -67,12 +71,12 @@ def test_the_buffer_survives_a_restart_also_before_the_first_checkpoint(tmp_path
     first.close()
     second = workflow_for(tmp_path, model)
     resumed = second.setup(0)
-    assert resumed.buffer == state.buffer
+    assert held(resumed) == held(state)
     _, trained = second.step(resumed)
     assert trained.progress.policy_version == 1
     second.close()
     third = workflow_for(tmp_path, model)
-    assert third.setup(0).buffer == trained.buffer
+    assert held(third.setup(0)) == held(trained)
     third.close()
 
 
@@ -84,19 +88,19 @@ def test_the_buffer_is_in_no_update_that_tenants_read_and_a_deletion_reaches_it(
         (shown,), _ = page_updates.list_update_views(conn, "default")
         (batch,) = summarise_updates(conn, "default")
         claimed = conn.execute(schema.groups.select()).all()
-        kept = notices.kept_state(conn, 0)
+        kept = trainer_reports.kept_state(conn, 0)
     assert (
         shown.update.metrics
         == batch.metrics
         == {"num_buffered_groups": 2, "policy_version": 0, "num_refused_groups": 0}
     )
-    assert [Entry(**one) for one in kept["buffer"]] == list(state.buffer)
+    assert [Entry(**one) for one in kept["buffer"]] == list(held(state))
     for group in claimed:
         assert group.group_id not in str(kept), "the buffer names a group"
     first = SessionFilter(tenant="default", group_id=claimed[0].group_id)
     retention.delete_all(ledger, lambda conn: retention.delete_sessions(conn, first))
     with ledger.read() as conn:
-        left = notices.kept_state(conn, 0)["buffer"]
+        left = trainer_reports.kept_state(conn, 0)["buffer"]
     assert [entry["group"] for entry in left] == [name_digest(("default", claimed[1].group_id))]
     workflow.close()
 
@@ -161,10 +165,10 @@ def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path,
     Rollouts(ledger, load_model(model)).play("a", num_groups=2)
     workflow = workflow_for(tmp_path, model)
     _, state = workflow.step(workflow.setup(0))
-    kept, deleted = state.buffer
+    kept, deleted = held(state)
     pks = [kept.group_pk, deleted.group_pk]
     buffer = (kept, dataclasses.replace(deleted, group=name_digest(("default", "deleted"))))
-    both = workflow.replay_buffer.read(state.buffer, pks)
+    both = workflow.replay_buffer.read(held(state), pks)
     assert {name_digest(each.group_key) for each in both} == {kept.group, deleted.group}
     found = workflow.replay_buffer.read(buffer, pks)
     assert {name_digest(each.group_key) for each in found} == {kept.group}

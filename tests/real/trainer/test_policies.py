@@ -21,8 +21,8 @@ from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
 from turnwise.features.page import updates as page_updates
 from turnwise.store import policies, serving, sessions, versions
-from turnwise.store.notices import TrainerState, trainer_statuses
 from turnwise.store.rewards import add_rewards
+from turnwise.store.trainer_reports import TrainerState, trainer_statuses
 from turnwise.store.turns import append_turns
 from turnwise.store.updates import list_updates
 from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
@@ -139,7 +139,7 @@ def test_a_policy_that_is_created_during_a_run_takes_turns_with_a_longer_queue(t
         def close(self):
             pass
 
-    def recorders(settings):
+    def recorders(settings, _policy):
         return [CreatesPolicy()] if settings.trainer_id == "trainer" else []
 
     train_policies(settings_for(tmp_path, model, total_batches=4), recorders=recorders)
@@ -198,7 +198,7 @@ def test_a_policy_that_is_deleted_during_a_run_leaves_no_file_and_the_others_go_
         def close(self):
             pass
 
-    def recorders(settings):
+    def recorders(settings, _policy):
         return [DeletesPolicy()] if settings.trainer_id == f"trainer/{gone}" else []
 
     train_policies(settings_for(tmp_path, model, total_batches=4), recorders=recorders)
@@ -229,7 +229,7 @@ def test_a_policy_whose_recorder_does_not_start_is_set_aside_and_the_others_go_o
     for policy_id in (0, other):
         play(ledger, model, policy_id)
 
-    def recorders(settings):
+    def recorders(settings, _policy):
         if settings.trainer_id == f"trainer/{other}":
             raise OSError("no space left for event files")
         return []

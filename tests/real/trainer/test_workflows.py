@@ -25,8 +25,8 @@ from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.features.page import updates as page_updates
 from turnwise.store import serving, updates
-from turnwise.store.notices import trainer_statuses
 from turnwise.store.schema import groups, turns
+from turnwise.store.trainer_reports import trainer_statuses
 from turnwise.store.versions import LOST, add_metrics, list_versions
 from turnwise.version_directory import read_manifest, weights_digest
 
@@ -386,7 +386,7 @@ def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, m
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     settings = settings_for(tmp_path, model, groups_per_batch=1, total_batches=3, evaluate_every=2)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
-    workflow.evaluator = Exam()
+    workflow.evaluation.evaluator = Exam()
     workflow.learn(workflow.setup(0))
     workflow.close()
     assert Exam.versions == [2, 3]

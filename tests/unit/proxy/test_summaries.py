@@ -14,7 +14,7 @@ from proxy.routes.training_note import training_note
 from turnwise.features.page import search
 from turnwise.store import claims, rewards, sessions
 from turnwise.store.database import Database
-from turnwise.store.notices import TrainerStatus, report_status
+from turnwise.store.trainer_reports import TrainerStatus, report_status
 from turnwise.store.turns import append_turns
 from turnwise.types import Outcome, Reward, Session, Split, utc_now
 

@@ -14,7 +14,7 @@ from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
 from turnwise.features import retention
-from turnwise.store import claims, notices, rows, schema, sessions, turns, updates, versions
+from turnwise.store import claims, rows, schema, sessions, trainer_reports, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Session, Turn, UpdateRecord, name_digest, utc_now
@@ -156,16 +156,16 @@ def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_ver
     with database.read() as connection:
         (shown,), _ = updates.list_updates(connection)
         assert shown.metrics == gauges
-        assert notices.kept_state(connection, 0) == kept
+        assert trainer_reports.kept_state(connection, 0) == kept
     retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "a"))
     with database.read() as connection:
-        left = notices.kept_state(connection, 0)
+        left = trainer_reports.kept_state(connection, 0)
     assert left == {"buffer": kept["buffer"][1:], "singles": kept["singles"][1:]}
     add_ready(database, "d")
     claimed, made = claim(database), dataclasses.replace(update(), update_id=2, policy_version=2)
     ack(database, claimed, made, policy=PolicyVersion(version=2, path="/2"))
     with database.read() as connection:
-        assert notices.kept_state(connection, 0) is None, "the checkpoint of the version holds it"
+        assert trainer_reports.kept_state(connection, 0) is None, "the checkpoint of the version holds it"
 
 
 def test_an_ack_is_all_or_nothing(database):

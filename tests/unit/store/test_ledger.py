@@ -10,7 +10,7 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import retention
+from turnwise.features import retention, transfers
 from turnwise.features.page import overview
 from turnwise.store import conversations, experiences, groups, rewards, rows, selection, serving, sessions, versions
 from turnwise.store.database import Connection, Database
@@ -383,8 +383,8 @@ def test_a_version_is_published_before_it_is_written_and_fails_if_it_never_is(da
         assert not versions.publish_version(connection, dataclasses.replace(three[1], weights_digest="two"))
         assert not versions.publish_version(connection, three[1])
         assert versions.get_version(connection, 2).weights_digest == "two"
-        assert versions.fail_unwritten(connection, after=1) == [3]
-        assert versions.fail_unwritten(connection, after=1) == []
+        assert transfers.fail_unwritten(connection, after=1) == [3]
+        assert transfers.fail_unwritten(connection, after=1) == []
         assert versions.get_version(connection, 3).error == versions.LOST
         assert [versions.get_version(connection, number).is_written for number in (0, 1, 2, 3)] == [
             True,

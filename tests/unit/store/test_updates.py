@@ -18,8 +18,8 @@ from turnwise.features.records import session_records
 from turnwise.store import claims, experiences, policies, rewards, serving, sessions, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN
-from turnwise.store.notices import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
 from turnwise.store.selection import SessionFilter
+from turnwise.store.trainer_reports import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
 from turnwise.store.updates import last_updates
 from turnwise.types import Credit, GroupStatus, PolicyKind, PolicyVersion, Reward, TrainedIn
 

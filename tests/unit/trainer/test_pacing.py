@@ -9,7 +9,7 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims import claims as pacing
-from trainer.claims.claims import Claims, Look, Wait, describe_wait, why_held
+from trainer.claims.claims import Claims, Supply, Wait, describe_wait, why_held
 from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
 from trainer.features import FEATURES, Settings, rewinds
@@ -34,7 +34,7 @@ AT_7 = RunProgress(num_batches=1, recent_versions=tuple(range(8)))
     ],
 )
 def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
-    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, Settings(max_versions_in_flight=bound))
+    reason = why_held(Supply(num_ready=32, oldest_in_flight=oldest), AT_7, Settings(max_versions_in_flight=bound))
     assert (reason is not None) == is_held
     assert not is_held or reason.endswith("training waits for them (max_versions_in_flight=4)")
 
@@ -42,30 +42,30 @@ def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(olde
 def test_a_strict_staleness_bound_tightens_the_pace():
     """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 may not."""
     rule = Settings(max_staleness=1)
-    assert why_held(Look(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
-    assert why_held(Look(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
+    assert why_held(Supply(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
+    assert why_held(Supply(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
 
 
 def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
-    look = rewinds.GivenUp(pinned=0)
-    assert rewinds.why_held(look, AT_7, Settings()).startswith("version 0 is pinned and the trainer is at version 7")
+    supply = rewinds.GivenUp(pinned=0)
+    assert rewinds.why_held(supply, AT_7, Settings()).startswith("version 0 is pinned and the trainer is at version 7")
     back = Settings(when_pinned="train_pinned")
-    assert rewinds.why_held(look, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
+    assert rewinds.why_held(supply, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
     rewound = RunProgress(num_batches=1, recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
-    assert isinstance(rewinds.why_held(look, rewound, back), str)
+    assert isinstance(rewinds.why_held(supply, rewound, back), str)
 
 
 def test_weights_that_come_from_an_undone_version_are_left_for_the_version_before_it():
     """Also those of version 8, which was trained while 4 to 7 were undone; without a state to go back to it waits."""
-    look = rewinds.GivenUp(undone=range(4, 8), failed=frozenset({8}))
+    supply = rewinds.GivenUp(undone=range(4, 8), failed=frozenset({8}))
     at = RunProgress(num_batches=1, recent_versions=tuple(range(9)))
     back = Rewind(version=3, reason="version 3 was activated in place of version 7")
-    assert rewinds.why_held(look, at, Settings()) == back
+    assert rewinds.why_held(supply, at, Settings()) == back
     tried = RunProgress(num_batches=1, recent_versions=at.recent_versions, rewound_to=3)
-    assert rewinds.why_held(look, tried, Settings()).startswith(f"{back.reason}, and it cannot be trained from")
+    assert rewinds.why_held(supply, tried, Settings()).startswith(f"{back.reason}, and it cannot be trained from")
     assert (
         rewinds.why_held(
-            rewinds.GivenUp(undone=look.undone),
+            rewinds.GivenUp(undone=supply.undone),
             RunProgress(num_batches=1, recent_versions=(2, 3, 9)),
             Settings(),
         )
@@ -98,8 +98,8 @@ def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served
 def test_versions_are_counted_along_the_ancestry_of_the_weights(bound, is_held):
     """After going back from 7 to 3, version 8 is one version ahead of 3, and the next one two."""
     at = RunProgress(num_batches=1, recent_versions=(2, 3, 8))
-    look = Look(num_ready=32, oldest_in_flight=3)
-    assert (why_held(look, at, Settings(max_versions_in_flight=bound)) is not None) == is_held
+    supply = Supply(num_ready=32, oldest_in_flight=3)
+    assert (why_held(supply, at, Settings(max_versions_in_flight=bound)) is not None) == is_held
 
 
 RULE = Settings(groups_per_batch=32, singles_per_group=8)
@@ -108,20 +108,20 @@ RULE = Settings(groups_per_batch=32, singles_per_group=8)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((Look(num_ready=8), RULE, 41.4, None), "waiting: 8 of 32 groups are ready, starts in 41 s"),
-        ((Look(num_ready=7), RULE, None, None), "waiting: 7 of 32 groups are ready; a batch needs at least 8"),
-        ((Look(num_ready=4), RULE, 1.0, "why"), "4 of 32 groups are ready; why"),
+        ((Supply(num_ready=8), RULE, 41.4, None), "waiting: 8 of 32 groups are ready, starts in 41 s"),
+        ((Supply(num_ready=7), RULE, None, None), "waiting: 7 of 32 groups are ready; a batch needs at least 8"),
+        ((Supply(num_ready=4), RULE, 1.0, "why"), "4 of 32 groups are ready; why"),
         (
-            (Look(num_ready=4, num_singles=37), RULE, 1.0, None),
+            (Supply(num_ready=4, num_singles=37), RULE, 1.0, None),
             "waiting: 4 of 32 groups are ready, and 37 single sessions, of which 8 count as a group, starts in 1 s",
         ),
-        ((Look(num_ready=0, num_singles=47), RULE, None, None), "waiting: 47 of 64 single sessions are ready"),
+        ((Supply(num_ready=0, num_singles=47), RULE, None, None), "waiting: 47 of 64 single sessions are ready"),
         (
-            (Look(num_ready=0, num_singles=70), RULE, 9.0, None),
+            (Supply(num_ready=0, num_singles=70), RULE, 9.0, None),
             "waiting: 70 of 256 single sessions are ready, starts in 9 s",
         ),
         (
-            (Look(num_ready=0, num_open=100), RULE, None, None),
+            (Supply(num_ready=0, num_open=100), RULE, None, None),
             (
                 "waiting: 0 of 32 groups are ready; a batch needs at least 8; 100 open sessions have a reward: a "
                 "session counts once it is over (POST /v1/sessions/{session_id}/end; one that no call names is over "
@@ -141,7 +141,7 @@ def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, mo
     reports: list[str] = []
     wait = Wait(RULE, lambda text, _: reports.append(text))
     for num_open in (1, 2, 2, 3, 0):
-        assert not wait.is_over(Look(num_ready=0, num_open=num_open), None)
+        assert not wait.is_over(Supply(num_ready=0, num_open=num_open), None)
     counted = [text.partition("at least 8")[2][:20] for text in reports]
     assert counted == ["; 1 open session has", "; 2 open sessions ha", "; 3 open sessions ha", ""]
     assert len(caplog.messages) == 2

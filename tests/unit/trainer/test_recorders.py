@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases
+from trainer.features.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases
 from trainer.train import ChainRecorder, JsonLines
 from turnwise.errors import SettingsError
 

@@ -14,7 +14,7 @@ from trainer.features.sentinels import alarms
 from turnwise.features.sentinels import Played, live_sessions
 from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Connection, Database
-from turnwise.store.notices import trainer_statuses
+from turnwise.store.trainer_reports import trainer_statuses
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
 

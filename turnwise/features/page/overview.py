@@ -12,10 +12,10 @@ import functools
 
 import sqlalchemy as sa
 
-from turnwise.store.notices import TrainerStatus, trainer_statuses
 from turnwise.store.policies import is_shown_to
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import NO_TENANT, groups, policy_versions, sessions, turns, updates
+from turnwise.store.trainer_reports import TrainerStatus, trainer_statuses
 from turnwise.types import Json, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)

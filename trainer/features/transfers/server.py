@@ -1,10 +1,8 @@
-"""Holds the weights of versions in memory, and hands them to engines at the request of the proxy that drives a reload.
+"""Hands the weights of versions in memory to engines at the request of the proxy that drives a reload.
 
-A version is copied when it is made, with a checksum, so that training can go on while it is sent. A version with a
-weight that is not finite is not held: engines then read its directory, where the same check names the tensor. The
-trainer only answers: it never calls an engine, and does not know how many there are. The address holds a random key and
-stands in the ledger, so who can read the ledger can ask for weights. Of a request without the key only its first line
-is read. Training does not wait for any of this.
+The trainer only answers: it never calls an engine, and does not know how many there are. The address holds a random
+key and stands in the ledger, so who can read the ledger can ask for weights. Of a request without the key only its
+first line is read. Training does not wait for any of this.
 """
 
 from __future__ import annotations
@@ -20,14 +18,20 @@ import urllib.parse
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.publish.checkpoint import HeldVersions
-from trainer.settings import TrainerSettings
-from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed
+from turnwise.engine_plugin.channel import (
+    CHUNK_BYTES,
+    Channel,
+    Rendezvous,
+    TransferFailed,
+)
 from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from trainer.features.transfers import HeldVersions
 
 log = logging.getLogger(__name__)
 
@@ -77,25 +81,24 @@ class Transfer:
 class WeightServer:
     """Answers on its own port; each request has a thread."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        self._settings = settings
-        self.held = HeldVersions()
+    def __init__(self, held: HeldVersions, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self.held = held
         self._transfers: dict[str, Transfer] = {}
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
         self._key = secrets.token_urlsafe(16)
-        self._http = _LimitedServer((settings.weight_host, 0), self)
+        self._http = _LimitedServer((host, 0), self)
         self._thread = threading.Thread(target=self._http.serve_forever, name="weight-server", daemon=True)
         self._thread.start()
-        host = f"[{settings.weight_host}]" if ":" in settings.weight_host else settings.weight_host
-        self.url = f"http://{host}:{self._http.server_address[1]}/{self._key}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._http.server_address[1]}/{self._key}"
 
     @contextlib.contextmanager
-    def engines_asleep(self) -> Iterator[None]:
+    def engines_asleep(self, level: int) -> Iterator[None]:
         """Let the proxy bring engines to sleep for the block, and wait until they sleep."""
         self._sleeping.clear()
-        self._sleep_level = int(self._settings.engine_sleep_level)
+        self._sleep_level = level
         try:
             if not self._sleeping.wait(SLEEP_SECONDS):
                 log.warning(
@@ -151,14 +154,14 @@ class WeightServer:
         held = self.held.find(version)
         if held is None:
             return _not_held(version)
-        rendezvous = Rendezvous(self._settings.weight_host, SILENCE_SECONDS)
+        rendezvous = Rendezvous(self._host, SILENCE_SECONDS)
         transfer_id = secrets.token_hex(8)
         for old in list(self._transfers)[:-MOST_TRANSFERS]:
             self._transfers.pop(old, None)
         self._transfers[transfer_id] = Transfer(held.buffer, rendezvous, num_workers)
         info: Json = {
             "version": version,
-            "host": self._settings.weight_host,
+            "host": self._host,
             "port": rendezvous.port,
             "world_size": 1 + num_workers,
             "layout": held.layout.as_json(),

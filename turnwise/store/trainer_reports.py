@@ -1,9 +1,8 @@
-"""Notices between processes: leases (also when a clock jumps), and reports and kept state of trainers.
+"""What trainers report, and what they keep between batches.
 
-A lease is a named lock with a time limit and a fencing token; its holder may run a reload. A trainer reports in words,
-and a thread of its process renews `seen_at`. One that stops or fails says so; one that was killed says nothing, and
-counts as silent after a while. The trainer `NAME/3` trains the policy with the number 3: of all tenants only the one
-that owns the policy sees its report.
+A trainer reports in words, and a thread of its process renews `seen_at`. One that stops or fails says so; one that was
+killed says nothing, and counts as silent after a while. The trainer `NAME/3` trains the policy with the number 3: of
+all tenants only the one that owns the policy sees its report.
 """
 
 from __future__ import annotations
@@ -12,76 +11,19 @@ import dataclasses
 import datetime
 import enum
 import json
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.errors import LeaseLost
 from turnwise.store.database import clock
 from turnwise.store.rows import RowFormat, StoredRow, dump, to_micros
-from turnwise.store.schema import leases, policies, trainer_states, trainer_status, weight_servers
-from turnwise.store.statements import insert_ignoring
+from turnwise.store.schema import policies, trainer_states, trainer_status
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, SessionKey, name_digest
 
-T = TypeVar("T")
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 """A trainer without a sign of life for this long counts as silent."""
-
-
-def acquire_lease(
-    conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
-) -> int | None:
-    """Acquire a named lock between processes for some seconds; all processes must use the same number.
-
-    A lease with more than twice that time left was granted before the clock was set back; it is ignored.
-
-    Returns:
-        The fencing token, which increases by one with every change of holder; None while another process holds the
-        lease. The current holder gets the same token and a longer lease.
-    """
-    instant = clock(conn, now)
-    expires_at = instant + int(seconds * 1e6)
-    lease = leases
-    first = {"name": name, "owner": owner, "fencing_token": 1, "expires_at": expires_at}
-    if insert_ignoring(conn, lease, first):
-        return 1
-    keeps = sa.and_(lease.c.owner == owner, lease.c.expires_at > instant)
-    void = lease.c.expires_at > instant + int(2 * seconds * 1e6)
-    return conn.execute(
-        sa.update(lease)
-        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant, void))
-        .values(
-            owner=owner,
-            expires_at=expires_at,
-            fencing_token=lease.c.fencing_token + sa.case((keeps, 0), else_=1),
-        )
-        .returning(lease.c.fencing_token)
-    ).scalar_one_or_none()
-
-
-def renew_lease(
-    conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
-) -> bool:
-    """Extend the lease, or with 0 seconds release it; return False if another process has acquired it."""
-    lease = leases
-    held = lease.c.name == name, lease.c.fencing_token == fencing_token
-    expires_at = clock(conn, now) + int(seconds * 1e6)
-    return conn.execute(sa.update(lease).where(*held).values(expires_at=expires_at)).rowcount == 1
-
-
-def under_lease(
-    conn: sa.Connection, name: str, fencing_token: int, seconds: float, change: Callable[..., T], *arguments: Any
-) -> T:
-    """Make a change and extend the lease, in one transaction.
-
-    Raises:
-        LeaseLost: another process has acquired the lease; nothing is changed.
-    """
-    if not renew_lease(conn, name, fencing_token, seconds):
-        raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
-    return change(conn, *arguments)
 
 
 class TrainerState(enum.StrEnum):
@@ -152,22 +94,10 @@ def _status(row: StoredRow, seen_since: float) -> TrainerStatus:
     return dataclasses.replace(status, state=TrainerState.SILENT) if is_silent else status
 
 
-def announce_weights(conn: sa.Connection, trainer_id: str, url: str | None, now: datetime.datetime) -> None:
-    """Store the address of a trainer's weights; None removes it."""
-    conn.execute(sa.delete(weight_servers).where(weight_servers.c.trainer_id == trainer_id))
-    if url is not None:
-        conn.execute(sa.insert(weight_servers).values(trainer_id=trainer_id, url=url, announced_at=to_micros(now)))
-
-
-def weight_urls(conn: sa.Connection) -> list[str]:
-    return list(conn.execute(sa.select(weight_servers.c.url).order_by(weight_servers.c.announced_at.desc())).scalars())
-
-
 def keep_state(conn: sa.Connection, policy_id: int, state: Json) -> None:
     """Replace what a policy's last batch left that no checkpoint holds; an empty state removes it.
 
-    `buffer` is a list of groups that have their digest as `group`, and `singles` a list of rows whose third value is
-    the digest of a session.
+    Each of its values is a list of rows, which name groups and sessions by digests.
     """
     conn.execute(sa.delete(trainer_states).where(trainer_states.c.policy_id == policy_id))
     if state:
@@ -185,10 +115,10 @@ def forget_in_states(conn: sa.Connection, sessions: Collection[SessionKey], grou
     gone = {name_digest(key) for key in (*sessions, *groups)}
     for row in conn.execute(sa.select(trainer_states).with_for_update()).all():
         state = json.loads(row.state)
-        left = {
-            **state,
-            "buffer": [each for each in state["buffer"] if each["group"] not in gone],
-            "singles": [each for each in state["singles"] if each[2] not in gone],
-        }
+        left = {name: [each for each in kept if gone.isdisjoint(_digests(each))] for name, kept in state.items()}
         if left != state:
             keep_state(conn, row.policy_id, left)
+
+
+def _digests(row: Json | list[Any]) -> Iterable[str]:
+    return (each for each in (row.values() if isinstance(row, dict) else row) if isinstance(each, str))

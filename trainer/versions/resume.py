@@ -94,7 +94,7 @@ class States:
             recent_versions=older.progress.recent_versions,
             rewound_to=to.version,
         )
-        return dataclasses.replace(older, progress=progress, buffer=state.buffer, singles=state.singles)
+        return dataclasses.replace(older, progress=progress, kept=state.kept, singles=state.singles)
 
     def with_missed(self, state: State, ledger: Ledger) -> State:
         """Return the state with the batches after it that made no version.

@@ -11,12 +11,27 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from trainer.train import Scalars
+from pydantic import Field
+
+from trainer.settings import TrainerSettings
+from trainer.train import Recorder, Scalars
 from turnwise.errors import SettingsError
+from turnwise.settings import FromJson, Settings
+from turnwise.types import Policy
 
 log = logging.getLogger(__name__)
+
+
+class RecorderSettings(Settings):
+    """Where gauges go."""
+
+    progress: bool = True
+    """Log one line a batch: version, reward, groups, seconds and gauges."""
+    recorders: Annotated[dict[Literal["tensorboard", "wandb", "trackio"], str], FromJson] = Field(default_factory=dict)
+    """Where else numbers are written, by the package: a directory of event files for TensorBoard, a project of
+    Weights & Biases or of trackio."""
 
 
 class ProgressLine:
@@ -112,6 +127,33 @@ def _numbers(scalars: Scalars) -> dict[str, float]:
         for name, value in scalars.items()
         if name != "update" and isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def recorders_of(settings: TrainerSettings, policy: Policy | None) -> list[Recorder]:
+    """Return the recorders of a policy's training; a named policy has none but the log and its own TensorBoard."""
+    assert isinstance(settings, RecorderSettings)
+    recorders: list[Recorder] = []
+    if settings.progress:
+        recorders.append(ProgressLine())
+    config = settings.model_dump(mode="json")
+    for package, place in settings.recorders.items():
+        if package == "tensorboard":
+            recorders.append(TensorBoard(Path(place) if policy is None else Path(place, str(policy.policy_id))))
+        elif policy is None:
+            tracked = WeightsAndBiases if package == "wandb" else Trackio
+            recorders.append(tracked(place, config, settings.policies_dir / f"{package}-run.txt"))
+    return recorders
+
+
+def check_packages(settings: TrainerSettings) -> None:
+    """Check that the packages of recorders are installed.
+
+    Raises:
+        SettingsError: One is not.
+    """
+    assert isinstance(settings, RecorderSettings)
+    for package in settings.recorders:
+        check_package(package)
 
 
 def check_package(package: str) -> None:

@@ -8,18 +8,35 @@ the captured behaviour logprobs, which is what corrects for old rollouts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from trainer.batch.chain import Chain
-from trainer.claims.ledger import ClaimedBatch, Ledger
+from trainer.claims.claims import Claims
+from trainer.claims.holds import Rewind
+from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgress
 from trainer.settings import TrainerSettings
-from turnwise.types import name_digest
+from turnwise.settings import Settings
+from turnwise.store.database import Database
+from turnwise.types import GroupKey, Json, name_digest
 
 RECENCY_HALF_LIFE = 0.25
 """Share of the buffer after which a group is half as likely to be drawn."""
+
+
+class ReplaySettings(Settings):
+    """The size of the buffer, and what is drawn from it."""
+
+    workflow: Literal["on_policy", "off_policy"] = "on_policy"
+    buffer_groups: int = Field(default=512, ge=1)
+    """Off policy: groups that the replay buffer holds; the oldest ones leave first."""
+    buffer_min_groups: int = Field(default=32, ge=1)
+    """Off policy: groups that the buffer must hold before the first update."""
+    buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +57,10 @@ Buffer = tuple[Entry, ...]
 
 
 class ReplayBuffer:
-    """The rules of the buffer; its contents, oldest group first, are in `State.buffer` alone."""
+    """The rules of the buffer; its contents, oldest group first, are in the state of the run alone."""
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
+        assert isinstance(settings, ReplaySettings)
         self._ledger = ledger
         self._settings = settings
 
@@ -91,3 +109,60 @@ class ReplayBuffer:
             weights = np.ones(len(buffer))
         chances: npt.NDArray[np.float64] = weights / weights.sum()
         return chances
+
+
+class Sample(ClaimedBatch):
+    """Groups of the buffer, which are trained at the claim of others; one that is not trained stays in the buffer."""
+
+    may_grow: ClassVar[bool] = False
+
+    @property
+    def keys(self) -> set[GroupKey]:
+        return {experience.group_key for experience in self.experiences}
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.keys)
+
+    def dropped(self, refused: Mapping[GroupKey, str]) -> dict[GroupKey, str]:  # noqa: ARG002
+        return {}
+
+
+class ReplayClaims(Claims):
+    """Puts claimed groups into the buffer, and returns samples of it.
+
+    The claim is acked with the update, so each group enters the buffer exactly once. A sampled group that left the
+    ledger's claims long ago is only read again. Old turns are trained anyway, so nothing waits for older versions.
+    """
+
+    is_paced: ClassVar[bool] = False
+    may_imitate: ClassVar[bool] = False
+
+    @classmethod
+    def is_on(cls, settings: TrainerSettings) -> bool:
+        assert isinstance(settings, ReplaySettings)
+        return settings.workflow == "off_policy"
+
+    def __init__(self, db: Database, settings: TrainerSettings, **of_claims: Any) -> None:
+        """Claim as `Claims` does."""
+        super().__init__(db, settings, **of_claims)
+        self.buffer = ReplayBuffer(self, settings)
+
+    def next(self, at: RunProgress, seconds: float | None = None, kept: Kept = NOTHING) -> ClaimedBatch | Rewind | None:
+        claimed = super().next(at, seconds)
+        if claimed is None or isinstance(claimed, Rewind):
+            return claimed
+        buffer = self.buffer.add(read_buffer(kept), claimed)
+        if not self.buffer.can_sample(buffer):
+            return dataclasses.replace(claimed, kept=_stored(buffer), untrained={"num_buffered_groups": len(buffer)})
+        pks, buffer = self.buffer.sample(buffer, self.settings.groups_per_batch, at.rng())
+        fields = {field.name: getattr(claimed, field.name) for field in dataclasses.fields(claimed)}
+        return Sample(**fields | {"experiences": self.buffer.read(buffer, pks), "kept": _stored(buffer)})
+
+
+def read_buffer(kept: Kept) -> Buffer:
+    return tuple(Entry(**entry) for entry in kept.get("buffer", ()))
+
+
+def _stored(buffer: Buffer) -> dict[str, list[Json]]:
+    return {"buffer": [dataclasses.asdict(entry) for entry in buffer]}

@@ -15,12 +15,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-from trainer.claims.ledger import Ledger
-from trainer.settings import TrainerSettings
+from pydantic import Field
+
+from trainer.claims.holds import Beside, OfFirst
+from trainer.claims.ledger import Ledger, RunProgress
+from trainer.model.agent import PolicyAgent
 from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
-from turnwise.settings import child_environment, variable_name
+from turnwise.settings import Settings, child_environment, variable_name
 from turnwise.store import experiences, keys, serving, sessions, versions
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
@@ -37,6 +40,7 @@ from turnwise.types import (
 log = logging.getLogger(__name__)
 
 NEWEST_SESSIONS = 1000
+MOST_VERSIONS = 10**6
 SERVED_SECONDS = 60.0
 POLL_SECONDS = 0.1
 KEY_MARGIN_SECONDS = 3600.0
@@ -44,10 +48,26 @@ KEY_MARGIN_SECONDS = 3600.0
 COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
 
 
+class EvaluationSettings(Settings):
+    """How versions are evaluated."""
+
+    evaluate_every: int | None = Field(default=None, ge=1)
+    """Batches between evaluations; None never evaluates."""
+    evaluation_command: tuple[str, ...] = ()
+    """Command that plays held-out tasks through the proxy, in sessions of split `eval`. Empty: only read the eval
+    sessions that others played."""
+    evaluation_seconds: float = Field(default=600.0, gt=0, le=365 * 86400)
+    """Time limit of the evaluation command."""
+    proxy_url: str = "http://127.0.0.1:8100"
+    """Address of the proxy, which evaluation commands get with a key and the version in their environment."""
+    keep_best: int = Field(default=0, ge=0)
+    """So many versions with the best evaluations stay on disk, by mean reward."""
+
+
 class Evaluator:
     """Starts the command, if there is one, and sums up the eval sessions that ended meanwhile."""
 
-    def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
+    def __init__(self, ledger: Ledger, settings: EvaluationSettings) -> None:
         self._ledger = ledger
         self._db = ledger.db
         self._stopped = ledger.stopped
@@ -170,6 +190,40 @@ class Evaluator:
         finally:
             with self._db.write() as conn:
                 keys.revoke_key(conn, key_id)
+
+
+class Evaluation(Beside[EvaluationSettings]):
+    """Evaluates every so many batches, and keeps the versions with the best results."""
+
+    @classmethod
+    def is_on(cls, settings: EvaluationSettings) -> bool:
+        return settings.evaluate_every is not None or settings.keep_best > 0
+
+    def __init__(self, ledger: Ledger, learner: PolicyAgent, first: OfFirst) -> None:
+        super().__init__(ledger, learner, first)
+        self.evaluator: Evaluator | None = Evaluator(ledger, self._settings)
+
+    def trained(self, at: RunProgress, *, is_last: bool) -> Json:
+        every = self._settings.evaluate_every
+        is_due = every is not None and (at.num_batches % every == 0 or is_last)
+        found = self.evaluate(at.policy_version) if is_due else {}
+        return {f"eval/{name}": value for name, value in found.items()}
+
+    def evaluate(self, policy_version: int) -> Json:
+        """Return what the evaluator finds, in the first process."""
+        if self.evaluator is None or not self._learner.world.is_first:
+            return {}
+        return self.evaluator.evaluate(policy_version)
+
+    def kept_versions(self) -> set[int]:
+        """Return the versions with the best evaluations; of equal ones the newer."""
+        if not self._settings.keep_best:
+            return set()
+        of = [self._ledger.policy_id]
+        stored, _ = self._ledger.read(lambda conn: versions.list_versions(conn, limit=MOST_VERSIONS, policy_ids=of))
+        evaluated = [(each.metrics.get("eval", {}).get("reward_mean"), each.version) for each in stored]
+        best = sorted((mean, version) for mean, version in evaluated if mean is not None)[-self._settings.keep_best :]
+        return {version for _, version in best}
 
 
 def evaluation_environment(proxy_url: str, key: str, version: int) -> dict[str, str]:
