@@ -93,10 +93,11 @@ def cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def child_of(pid: int) -> int:
-    """Return the only child of a process: the proxy's writing process."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+def writer_of(pid: int) -> int:
+    """Return the writing process of a proxy, which has another one that reads weights."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (writer,) = (child for child in children if b"proxy.writer" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return int(writer)
 
 
 def generator(url: str, case: Case, seconds: float) -> list[str]:
@@ -173,7 +174,7 @@ def main() -> int:
         passing = servers.enter_context(running(argv, f"{floor}/healthz"))
         flags = ["--engine", engine, "--engine-check", "off", "--database", database, "--port", ports[2]]
         serving = servers.enter_context(running(command("proxy", *flags, "--log-level", "warning"), f"{proxy}/readyz"))
-        pair = Server(floor, passing.pid), Server(proxy, serving.pid, child_of(serving.pid))
+        pair = Server(floor, passing.pid), Server(proxy, serving.pid, writer_of(serving.pid))
         rows = {case: compare(*pair, case, given.seconds, given.rounds) for case in CASES}
     return report(rows, as_json=given.json)
 
