@@ -97,6 +97,13 @@ def _print_report(report: dict[str, Any], *, is_dry_run: bool) -> None:
             "tokenizer's generation_config.json the template's token in eos_token_id",
             err=True,
         )
+    if report["num_without_tools"]:
+        click.echo(
+            f"{click.style('warning', fg='yellow')}  {report['num_without_tools']} replies follow a prompt without all "
+            "results and schemas of their tools: the template leaves some out, so that the model learns to answer "
+            "without having seen them; train a model whose template renders tools",
+            err=True,
+        )
     if report["num_unscored"]:
         click.echo(
             f"{click.style('warning', fg='yellow')}  {report['num_unscored']} sessions have a null as their reward, so "

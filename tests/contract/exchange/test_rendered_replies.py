@@ -1,9 +1,10 @@
-"""What a chat template makes of a reply: each part once, in order, and up to the first end; else the line is bad."""
+"""What a chat template makes of a reply, and of the messages before it: each part in order; else the line is bad."""
 
 import json
 from pathlib import Path
 
 import pytest
+from support.commands import invoke
 from support.exchanged import CALL, HELLO, TOOLS, records, run_import
 from turnwise_fake_engine import tokens
 
@@ -95,3 +96,68 @@ def test_texts_that_look_alike_and_blank_ones_are_imported(database, tmp_path, m
     said = row({"role": "assistant", "content": "lookup", "reasoning": "lookup", "tool_calls": calls})
     run_import(tmp_path, model, [said, row(REPLY | {"reasoning": " \n", "content": " Hello "})], "openai")
     assert len(records(database)) == 2
+
+
+LATER = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    SAID | {"tool_calls": [CALL], "weight": 0},
+    {"role": "tool", "tool_call_id": "call_1", "content": "lea"},
+    {"role": "user", "content": "Thanks, and who is lea?"},
+    REPLY,
+]
+START, STOP = "<|im_start|>{{ message.role }}\n", "<|im_end|>\n{% endfor %}"
+CALLS = "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOLD = "{{ tools | tojson }}"
+
+
+def of_messages(shown: str, messages: str = "messages") -> str:
+    return "{% for message in " + messages + " %}" + START + shown + STOP + ASKED
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (TOLD + of_messages(TEXT + CALLS), None),
+        (
+            TOLD + of_messages("{% if message.role != 'system' %}" + TEXT + CALLS + "{% endif %}"),
+            "'Be brief.' of message 1",
+        ),
+        (TOLD + of_messages(TEXT + CALLS, "[messages[0]] + messages[2:]"), "'Hi' of message 2"),
+        (
+            TOLD + of_messages("{% if message.tool_calls %}" + CALLS + "{% else %}" + TEXT + "{% endif %}"),
+            "of message 3",
+        ),
+        (TOLD + of_messages(TEXT), "'lookup' of message 3"),
+        (TOLD + of_messages(TEXT + CALLS, "messages[2:4] + messages[:2] + messages[4:]"), "moves message 2"),
+    ],
+)
+def test_a_prompt_has_each_message_before_the_reply_in_order(template, named, database, tmp_path):
+    model = with_template(tmp_path / "other", template)
+    lines = [{"messages": LATER, "tools": TOOLS}]
+    report = run_import(tmp_path, model, lines, "openai", status=0 if named is None else 1)
+    assert [named in bad["reason"] for bad in report["bad"]] == ([] if named is None else [True])
+    assert report["num_without_tools"] == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "number"),
+    [
+        (TOLD + of_messages(TEXT + CALLS), 0),
+        (TOLD + of_messages("{% if message.role != 'tool' %}" + TEXT + CALLS + "{% endif %}"), 1),
+        (of_messages(TEXT + CALLS), 1),
+        ("{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + of_messages(TEXT + CALLS), 1),
+        (TOLD + of_messages(TEXT + CALLS, "messages[1:2] + messages[:1] + messages[2:]"), 0),
+    ],
+    ids=["all", "no results", "no schemas", "no parameters", "a system text behind the user's"],
+)
+def test_replies_whose_prompt_lacks_what_tools_say_are_counted_and_warned_of(template, number, database, tmp_path):
+    model = with_template(tmp_path / "other", template)
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "lookup", "parameters": schema}}]
+    lines = [{"messages": LATER, "tools": tools}]
+    assert run_import(tmp_path, model, lines, "openai")["num_without_tools"] == number
+    command = ["import", str(tmp_path / "file.jsonl"), "--format", "openai", "--tokenizer", str(model), "--tenant", "b"]
+    shown = invoke(*command, "--database", f"sqlite:///{tmp_path}/turnwise.db")
+    assert ("without all results and schemas" in shown.stderr) is bool(number)

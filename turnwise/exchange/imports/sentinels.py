@@ -1,14 +1,16 @@
-"""Where a chat template renders a reply: its texts, calls' names and arguments are replaced by sentinels and searched.
+"""Where a chat template renders a conversation: texts, calls' names and arguments become sentinels and are searched.
 
 A text may occur in another one by chance, and a template may leave a part out, repeat it, or end a reply twice. A
-sentinel occurs nowhere else, so what comes back tells what the template does: each part must be there once, in order.
+sentinel occurs nowhere else, so what comes back tells what the template does: each part of a reply must be there once,
+in order, and each message before it, in order; only results and schemas of tools may be left out, and are counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from turnwise.errors import BadLine
@@ -86,6 +88,77 @@ def mark_reply(message: Json) -> MarkedReply:
             for name, arguments in [(call["function"]["name"], call_arguments(call))]
         ]
     return MarkedReply(reply, texts)
+
+
+_PROMPTED = re.compile(r"Qp\d+pQ")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MarkedPrompt:
+    """The messages before a reply and the schemas of its tools, with sentinels."""
+
+    messages: list[Json]
+    tools: list[Json]
+    texts: dict[str, tuple[int, str]]
+    """The text of each sentinel, and the number of its message; that of a schema is -1."""
+
+    def leaves_tools_out(self, rendered: str) -> bool:
+        """Return whether a rendered conversation lacks a result or a schema of a tool.
+
+        Raises:
+            BadLine: it lacks another text of a message, or has those of users and replies in another order.
+        """
+        found = dict.fromkeys(_PROMPTED.findall(rendered))
+        missing = [self.texts[name] for name in self.texts.keys() - found.keys()]
+        for number, text in missing:
+            if number >= 0 and self.messages[number]["role"] != "tool":
+                raise BadLine(f"the template leaves {text!r:.60} of message {number + 1} out of the prompt")
+        told = [number for number, _ in map(self.texts.__getitem__, found) if number >= 0]
+        order = [number for number in told if self.messages[number]["role"] in ("user", "assistant")]
+        if moved := next((late for early, late in itertools.pairwise(order) if late < early), None):
+            raise BadLine(f"the template moves message {moved + 1} behind later ones in the prompt")
+        return bool(missing)
+
+
+def mark_prompt(messages: Sequence[Json], tools: Sequence[Json]) -> MarkedPrompt:
+    """Return the contents and calls of messages, and the names in schemas, as sentinels; reasoning stays as it is.
+
+    Templates leave out the reasoning of earlier replies, as they should.
+    """
+    texts: dict[str, tuple[int, str]] = {}
+
+    def marked(number: int, text: str) -> str:
+        if not text.strip():
+            return text
+        name = f"Qp{len(texts)}pQ"
+        texts[name] = number, text
+        return name
+
+    def schema(tool: Json) -> Json:
+        function = dict(tool["function"])
+        function["name"] = marked(-1, function["name"])
+        parameters = function.get("parameters")
+        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+            named = {marked(-1, name): value for name, value in parameters["properties"].items()}
+            function["parameters"] = parameters | {"properties": named}
+        return tool | {"function": function}
+
+    def message(number: int, given: Json) -> Json:
+        content, calls = given.get("content"), given.get("tool_calls")
+        if isinstance(content, str):
+            content = marked(number, content)
+        elif content:
+            content = [
+                part | {"text": marked(number, part["text"])} if isinstance(part, dict) and "text" in part else part
+                for part in content
+            ]
+        if calls:
+            named = [(call, call["function"]) for call in calls]
+            calls = [call | {"function": of | {"name": marked(number, of["name"])}} for call, of in named]
+        return given | ({"content": content} if "content" in given else {}) | ({"tool_calls": calls} if calls else {})
+
+    shown = [message(number, given) for number, given in enumerate(messages)]
+    return MarkedPrompt(shown, [schema(tool) for tool in tools], texts)
 
 
 def call_arguments(call: Json) -> Json:

@@ -18,7 +18,7 @@ import numpy as np
 from turnwise.chains import IMPORTED, NO_POLICY
 from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
 from turnwise.exchange.imports.drafts import ImportedConversation, SampledTokens
-from turnwise.exchange.imports.sentinels import call_arguments, mark_reply
+from turnwise.exchange.imports.sentinels import call_arguments, mark_prompt, mark_reply
 from turnwise.tokenizer import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, Outcome, Turn, utc_now
 
@@ -52,6 +52,8 @@ class Tokeniser:
         self.content_format: ContentFormat = "string"
         self.num_unended = 0
         """Replies after which the template has no end token of the model: what it has instead is trained."""
+        self.num_without_tools = 0
+        """Replies in whose prompt the template leaves out a result or a schema of a tool."""
 
     def prompt_ids(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> list[int]:
         """Return the tokens of a prompt.
@@ -141,15 +143,17 @@ class Tokeniser:
         if not marked.texts:
             raise BadLine(f"message {index + 1} is an empty reply")
         prompt = self._render(messages[:index], tools, generate=True)
-        rendered, whole = (
-            self._after(prompt, [*messages[:index], reply], tools) for reply in (marked.message, messages[index])
-        )
+        whole = self._after(prompt, messages[: index + 1], tools)
+        before = mark_prompt(messages[:index], tools or ())
+        rendered = self._render([*before.messages, marked.message], before.tools, generate=False)
         try:
+            lacks_tools = before.leaves_tools_out(rendered)
             end, tail = marked.end_in(rendered, self._ends)
             reply = self._cut_at_end(whole, end, tail, messages[index])
         except BadLine as error:
             raise BadLine(f"message {index + 1} cannot be trained: {error}") from error
         self.num_unended += not end
+        self.num_without_tools += lacks_tools
         parent = last if last is not None and last.text is not None and prompt.startswith(last.text) else None
         added = prompt if parent is None or parent.text is None else prompt[len(parent.text) :]
         delta, ids = self._encode_after("" if parent is None else parent.end, added, reply)

@@ -64,6 +64,8 @@ class ImportReport:
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     num_unended: int = 0
     """Replies that the template ends otherwise than by an end token of the model."""
+    num_without_tools: int = 0
+    """Replies in whose prompt the template leaves out a result or a schema of a tool."""
     num_unscored: int = 0
     """Sessions whose reward is null in the file."""
     num_bad: int = 0
@@ -129,7 +131,7 @@ def import_files(
             report.num_unscored += draft.is_unscored
             report.turns += len(turns)
             report.tokens += sum(turn.token_ids.size for turn in turns)
-        report.num_unended = tokeniser.num_unended
+        report.num_unended, report.num_without_tools = tokeniser.num_unended, tokeniser.num_without_tools
         progress(report)
     return report
 
