@@ -11,10 +11,12 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from proxy.reload.adapter_shape import FLOATS, why_misread
@@ -41,6 +43,8 @@ LENGTH_BYTES = 8
 CHUNK_BYTES = 64 * 2**20
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 """Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
+MOVING = {"F16": 5 << 10, "BF16": 117 << 7, "F32": 117 << 23}
+"""The bits of 2 ** -10, about a thousandth: an adapter with such a value changes logprobs in every number format."""
 HEAD = "lm_head.weight"
 CONTAINERS = re.compile(r"^(?:(?:model|language_model|text_model)\.)+")
 """The beginning of names of tensors of the language model."""
@@ -87,22 +91,27 @@ def _tensor(entry: dict[str, Any], start: int) -> Tensor:
 
 def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
     """Return the name of a tensor that holds a NaN or an infinity, None when there is none; reads the whole file."""
+    for name, bits in _bits(path, tensors):
+        exponent = EXPONENT[tensors[name].dtype][1]
+        if bool(((bits & exponent) == exponent).any()):
+            return name
+    return None
+
+
+def _bits(path: Path, tensors: dict[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Yield parts of the tensors in a format of `EXPONENT` as integers, with their names."""
     with path.open("rb") as file:
         for name, tensor in tensors.items():
             if tensor.dtype not in EXPONENT:
                 continue
-            kind, exponent = EXPONENT[tensor.dtype]
             file.seek(tensor.begin)
             left = tensor.end - tensor.begin
             while left:
                 part = file.read(min(left, CHUNK_BYTES))
                 if not part:
                     raise BadCheckpoint(f"{path} ends in {name!r}: it was truncated after its header was read")
-                bits = np.frombuffer(part, kind)
-                if bool(((bits & kind(exponent)) == exponent).any()):
-                    return name
-                left -= bits.nbytes
-    return None
+                yield name, np.frombuffer(part, EXPONENT[tensor.dtype][0])
+                left -= len(part)
 
 
 def check_version(path: str, kind: PolicyKind, model_path: str | None) -> None:
@@ -173,6 +182,16 @@ def adapter_digest(path: str) -> str:
         except OSError as error:
             raise BadCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
     return found.hexdigest()
+
+
+def moves_model(path: str) -> bool:
+    """Return whether a factor B of an adapter has a value that is far enough from 0 to be seen in logprobs."""
+    file = Path(path, ADAPTER_WEIGHTS)
+    factors = {name: tensor for name, tensor in read_header(file).items() if ".lora_B." in name}
+    return any(
+        bool(((bits & (np.iinfo(bits.dtype).max >> 1)) >= MOVING[factors[name].dtype]).any())
+        for name, bits in _bits(file, factors)
+    )
 
 
 def check_values(path: str) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.checkpoint import adapter_digest, check_version
+from proxy.reload.checkpoint import adapter_digest, check_version, moves_model
 from proxy.reload.lease import DriverLease
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
@@ -36,6 +36,8 @@ from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
 log = logging.getLogger(__name__)
 
 NUM_PROBED = 16
+PROBED_TEXT = [{"role": "user", "content": "Name a river, a hill, two colours and the numbers from one to eight. " * 2}]
+"""What is computed with and without an adapter that somebody brought: it has no probe of a trainer's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,6 +275,8 @@ class Loader:
         await engine.load_adapter(name, version.path, seconds=self._settings.reload_timeout_seconds)
         try:
             await self._verify(Lane(engine, version.version, name), probe)
+            if probe is None:
+                await self._check_moved(Lane(engine, version.version, name), version)
         except EngineError:
             with contextlib.suppress(EngineError):
                 await engine.unload_adapter(name)
@@ -337,6 +341,20 @@ class Loader:
         if problem is not None:
             evidence = {ENGINE_ANSWER: {"positions": list(found), "logprobs": list(found.values())}}
             raise ReloadFailed(problem, evidence=evidence)
+
+    async def _check_moved(self, lane: Lane, version: PolicyVersion) -> None:
+        """Compare an adapter without a probe with the model under it: an engine that skips its tensors serves that."""
+        path, engine = version.path, lane.engine
+        seconds = self._settings.reload_timeout_seconds
+        if not await self.files.read(("moves", path), path, functools.partial(moves_model, path), seconds=seconds):
+            return
+        text = Probe(await engine.tokenise({"model": engine.model, "messages": PROBED_TEXT}), [])
+        if await self.probed(lane, text) == await self.probed(engine.base_lane, text):
+            raise ReloadFailed(
+                f"the engine at {engine.url} gives the same logprobs with the adapter {path!r} of version "
+                f"{version.version} as without: it does not apply it. Compare the names of its tensors with those of "
+                "the served model, and the engine's log on debug level"
+            )
 
     async def _compare_base(self, engine: Engine, probe: Probe | None) -> None:
         """Measure once what an engine and the trainer differ by at version 0, while the engine has its own model."""

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 import sqlalchemy as sa
 from support.commands import run_turnwise
 from support.ledger_samples import update_record
 from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
-from support.tiny_checkpoints import write_adapter
+from support.tiny_checkpoints import FACTORS, write_adapter
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
@@ -503,6 +504,23 @@ def test_a_policy_starts_from_an_adapter_that_was_checked(world):
         refused = world.http["admin-a"].post("/v1/policies", json={"name": "wrong"} | wrong)
         assert refused.status_code == 422
     assert "wrong" not in {each["name"] for each in world.get("admin-a", "/v1/policies")["policies"]}
+
+
+def test_a_brought_adapter_that_the_engine_does_not_apply_is_not_served(world):
+    """It has no probe of a trainer's, so it is compared with the model under it; one that changes nothing is served."""
+    for name, value, shift, status in (
+        ("skipped", 0.5, 0.0, "failed"),
+        ("applied", 0.5, -0.5, "active"),
+        ("new", 0.0, 0.0, "active"),
+    ):
+        factors = {each: np.full_like(tensor, value) for each, tensor in FACTORS.items()}
+        path = str(write_adapter(world.directory / name, factors))
+        world.engine.state.script.logprob_shifts[name] = shift
+        version = world.post("admin-a", "/v1/policies", {"name": name, "path": path})["base_version"]
+        wait_until(lambda: world.status("a", version) == status, f"{name} is {status}")  # noqa: B023
+    (failed,) = (each for each in world.get("admin-a", "/v1/policies?policy=skipped")["data"])
+    assert "the same logprobs with the adapter" in json.dumps(failed)
+    assert not any(name.startswith(f"policy-v{failed['version']}-") for name in world.engine.state.adapters)
 
 
 def test_an_archived_policy_gets_no_calls_until_it_is_in_use_again(world):
