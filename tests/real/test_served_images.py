@@ -262,6 +262,25 @@ def test_files_that_are_broken_or_huge_are_refused_and_the_engine_goes_on(seeing
     ask(seeing, [{"role": "user", "content": [shown(plain)]}], max_tokens=1).raise_for_status()
 
 
+def test_a_text_with_the_models_placeholder_never_moves_an_image(seeing):
+    """Before the image, behind it, in another message, in a later turn; without an image it is any text."""
+    typed = {"type": "text", "text": "A page with <image> in it."}
+    plain = {"type": "text", "text": "What is it?"}
+    image = shown(picture(1))
+    first = [{"role": "user", "content": [image, plain]}]
+    for content in ([typed, image], [image, typed]):
+        refused = ask(seeing, [{"role": "user", "content": content}])
+        assert (refused.status_code, "media_placeholder" in refused.text) == (400, True), refused.text
+    ask(seeing, first).raise_for_status()
+    reply = seeing.turns()[-1].turn.response
+    for later in ([typed], [typed, shown(picture(2))]):
+        refused = ask(seeing, [*first, reply, {"role": "user", "content": later}])
+        assert (refused.status_code, "media_placeholder" in refused.text) == (400, True), refused.text
+    ask(seeing, [{"role": "user", "content": [typed]}]).raise_for_status()
+    ask(seeing, [*first, reply, {"role": "user", "content": [plain, shown(picture(2))]}]).raise_for_status()
+    assert seeing.turns()[-1].turn.outcome is Outcome.EXACT
+
+
 def test_calls_with_an_image_are_answered_while_weights_are_loaded(seeing, seeing_engine):
     """Each load empties the caches of images of vLLM's two processes, one after the other."""
     image = shown(picture(1))

@@ -38,8 +38,9 @@ def register() -> None:
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.multimodal.media.image import ImageMediaIO
     from vllm.multimodal.processing import processor
+    from vllm.multimodal.processing.context import InputProcessingContext
     from vllm.platforms import current_platform
-    from vllm.renderers import hf, params
+    from vllm.renderers import chat_utils, hf, params
     from vllm.v1.engine import logprobs
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -61,6 +62,8 @@ def register() -> None:
     return_supports(logprobs)
     images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
     images.refuse_unreadable_files(ImageMediaIO)
+    images.refuse_typed_placeholders(chat_utils)
+    images.refuse_unfit_images(InputProcessingContext)
     tell_why_it_died(EngineCoreProc, EngineDeadError)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
 

@@ -4,7 +4,8 @@ vLLM ignores given ids in a call with images, and renders its messages again. He
 template arguments: `ids` are the prompt, `ranges` are offset and length of each image's placeholder that `ids` have
 already, and the targets of the other images are searched from place `first` on, where nothing was sampled. A stored
 placeholder must be what the processor would put there now; else the call is refused before sampling, with
-`RERENDERED`. Without ids vLLM renders the messages. The reply has the places of all images in the same field.
+`RERENDERED`. Without ids vLLM renders the messages and searches them for placeholders, so a text that has one would
+move an image there: such a call is refused, with `TYPED`. The reply has the places of all images in the same field.
 
 `processor_digest` and `pixels_digest` say what the processor made of the images; the trainer compares them with its
 own.
@@ -13,6 +14,7 @@ own.
 from __future__ import annotations
 
 import base64
+import collections
 import contextvars
 import dataclasses
 import functools
@@ -28,11 +30,16 @@ FIELD = "turnwise_prompt"
 """The template argument of a request, and the field of a reply."""
 RERENDERED = "media_rerendered"
 """Begins the refusal of ids in which a placeholder is not what the processor would put there."""
+TYPED = "media_placeholder"
+"""Begins the refusal of a text that has what stands for an image."""
 DIGEST_BYTES = 16
 MOST_TRIES = 4
 """Of a call with images whose engine has lost one of them to a load of weights, while loads follow one another."""
 _KEPT_DIGESTS = 4096
 """Images whose pixels' digest is kept: vLLM's cache does not return the pixels of one that it has sent before."""
+_LONGEST_REASON = 500
+_OF_SIZES = (ValueError, RuntimeError, ZeroDivisionError)
+"""What processors raise for sizes that they do not take; a subclass, such as too little memory, says something else."""
 _places: contextvars.ContextVar[str | None] = contextvars.ContextVar("places", default=None)
 """Where the images of the request are that this task answers."""
 
@@ -82,6 +89,7 @@ def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor
 
     def put_given(self: Any, mm_items: Any, mm_res: Any) -> Any:
         if not isinstance(mm_res.prompt_ids, GivenIds):
+            check_not_typed(self.info.get_tokenizer(), mm_res.prompt_ids, mm_res.prompt_updates.get("image", ()))
             return put(self, mm_items, mm_res)
         counts = mm_items.get_all_counts()
         self._validate_mm_kwargs(mm_res.kwargs, counts)
@@ -96,6 +104,74 @@ def accept_ids_with_images(renderer: type[Any], tokenizing: type[Any], processor
     tokenizing._validate_tokens = validate_given  # noqa: SLF001
     base._cached_apply_hf_processor = process_given  # noqa: SLF001
     base._maybe_apply_prompt_updates = put_given  # noqa: SLF001
+
+
+def check_not_typed(tokenizer: Any, ids: Sequence[int], updates: Sequence[Any]) -> None:
+    """Check that a prompt has one placeholder for each image, as tokens and as text: vLLM takes the first ones.
+
+    Raises:
+        VLLMValidationError: it has more, so a text of the messages has one.
+    """
+    named = [each[0].target for each in updates]
+    targets = collections.Counter(tuple(target) for target in named if isinstance(target, list) and target)
+    text = tokenizer.decode(ids) if targets else ""
+    for target, number in targets.items():
+        written = tokenizer.decode(list(target))
+        size = len(target)
+        tokens = sum(tuple(ids[at : at + size]) == target for at in range(len(ids) - size + 1))
+        if max(tokens, text.count(written) if written else 0) > number:
+            raise _typed(written)
+
+
+def refuse_typed_placeholders(chat: Any) -> None:
+    """Let vLLM refuse a text that it would take for the place of an image, where it joins the texts of a message."""
+    join = chat._get_full_multimodal_text_prompt  # noqa: SLF001  vLLM has no hook
+
+    @functools.wraps(join)
+    def join_or_refuse(storage: Any, texts: list[str], *arguments: Any, **options: Any) -> Any:
+        placeholders = [each for held in storage.values() for each in held]
+        marks = [text for text in texts if text in storage]
+        typed = next((each for each in placeholders if any(each in text for text in texts)), None)
+        if typed is not None or len(marks) > len(placeholders):
+            raise _typed(typed or marks[-1])
+        return join(storage, texts, *arguments, **options)
+
+    chat._get_full_multimodal_text_prompt = join_or_refuse  # noqa: SLF001  as above
+
+
+def _typed(placeholder: str) -> Exception:
+    from vllm.exceptions import VLLMValidationError
+
+    error: Exception = VLLMValidationError(
+        f"{TYPED}: a text of the messages has {placeholder!r}, which stands for an image with this model and would "
+        "move one there; write it otherwise, or leave it out",
+        parameter="messages",
+    )
+    return error
+
+
+def refuse_unfit_images(context: type[Any]) -> None:
+    """Let vLLM say in a few words, with status 400, why the model's image processor refuses a call's images.
+
+    It answers with all pixels and without the processor's reason.
+    """
+    call = context.call_hf_processor
+
+    @functools.wraps(call)
+    def call_or_refuse(self: Any, hf_processor: Any, data: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return call(self, hf_processor, data, *arguments, **options)
+        except ValueError as error:
+            reason = error.__cause__
+            if type(reason) not in _OF_SIZES or not data.get("images"):
+                raise
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError(
+                f"the model's image processor refuses an image: {reason}"[:_LONGEST_REASON], parameter="messages"
+            ) from reason
+
+    context.call_hf_processor = call_or_refuse
 
 
 def refuse_unreadable_files(media: type[Any]) -> None:

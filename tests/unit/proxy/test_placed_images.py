@@ -1,6 +1,7 @@
 """Where images stand in a prompt: put there by the engine's plug-in, and checked in the echo by the proxy."""
 
 import base64
+import functools
 import json
 import types
 from typing import Any
@@ -8,10 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 
 from proxy.features.consent.redaction import redacted_document
 from proxy.features.images import PLACED, is_expanded
-from turnwise.engine_plugin.images import GivenIds, pixels_digest, placed, places_text
+from turnwise.engine_plugin.images import (
+    GivenIds,
+    check_not_typed,
+    pixels_digest,
+    placed,
+    places_text,
+    refuse_typed_placeholders,
+    refuse_unfit_images,
+)
 
 FIRST, SECOND = [7, 9, 9, 8], [7, 9, 8]
 """What the processor puts for two images; 9 stands for features, and is what a template has for an image."""
@@ -99,3 +109,82 @@ def test_a_redactor_leaves_the_names_of_images_and_media_alone_and_no_text_that_
     texts = ["call 555", "data: call 555", "data:text/plain,555", "data:a/b;base64,aa== call 555"]
     found = redacted_document([*media, *texts], lambda text: text.replace("5", "x"))
     assert found == [*media, *(text.replace("5", "x") for text in texts)]
+
+
+LETTERS = types.SimpleNamespace(decode=lambda ids: "".join(chr(96 + each) for each in ids))
+"""A tokenizer of the letters from `a` on; a token beyond 26 is the text `bc`."""
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_refused"),
+    [
+        ([1, 2, 3, 4, 2, 3, 5], False),  # one for each image
+        ([2, 3, 1, 2, 3, 4, 2, 3], True),  # and one that somebody typed before them
+        ([1, 2, 3, 4, 2, 3, 5, 2, 3], True),  # or behind them
+        ([1, 2, 3, 4], False),  # too few are vLLM's to refuse
+    ],
+)
+def test_a_prompt_with_more_placeholders_than_images_is_refused_by_what_somebody_typed(ids, is_refused):
+    images = [[types.SimpleNamespace(target=[2, 3])]] * 2
+    if is_refused:
+        with pytest.raises(Exception, match="media_placeholder: a text of the messages has 'bc'"):
+            check_not_typed(LETTERS, ids, images)
+    else:
+        check_not_typed(LETTERS, ids, images)
+
+
+def test_a_placeholder_that_is_text_of_other_tokens_is_refused_and_one_at_a_place_is_not_searched():
+    """vLLM searches the text where it finds no tokens; a model with a fixed place of its images has no target."""
+    merged = types.SimpleNamespace(decode=lambda ids: "".join({7: "bc"}.get(each, chr(96 + each)) for each in ids))
+    with pytest.raises(Exception, match="media_placeholder"):
+        check_not_typed(merged, [7, 1, 2, 3], [[types.SimpleNamespace(target=[2, 3])]])
+    check_not_typed(merged, [7, 1, 2, 3], [[types.SimpleNamespace(target=object())]])
+    named = [[types.SimpleNamespace(target=[each])] for each in (1, 2)]  # each image has a name of its own
+    check_not_typed(merged, [1, 2, 3], named)
+
+
+@pytest.mark.parametrize(
+    ("texts", "interleave", "is_refused"),
+    [
+        (["look at"], False, False),
+        (["<##IMAGE##>", "look at"], True, False),
+        (["a page with <image> in it"], False, True),
+        (["<##IMAGE##>", "a page with <image>"], True, True),
+        (["<##IMAGE##>", "<##IMAGE##>"], True, True),
+    ],
+)
+def test_vllm_refuses_a_message_whose_text_it_would_take_for_the_place_of_its_image(texts, interleave, is_refused):
+    chat = types.SimpleNamespace(_get_full_multimodal_text_prompt=lambda *given, **_: given)
+    refuse_typed_placeholders(chat)
+    call = functools.partial(chat._get_full_multimodal_text_prompt, {"<##IMAGE##>": ["<image>"]}, texts, interleave)
+    if is_refused:
+        with pytest.raises(Exception, match="media_placeholder: a text of the messages has '<"):
+            call()
+    else:
+        assert call()[1] == texts
+
+
+def test_an_image_that_the_processor_refuses_is_refused_in_its_words_and_other_errors_stay():
+    class Context:
+        def call_hf_processor(self, processor: Any, data: Any) -> None:
+            try:
+                processor()
+            except Exception as error:
+                raise ValueError(f"Failed to apply {processor} on data={data}") from error
+
+    def fails(error: Exception) -> Any:
+        def process() -> None:
+            raise error
+
+        return process
+
+    refuse_unfit_images(Context)
+    ratio = ValueError("absolute aspect ratio must be smaller than 200, got 300.0")
+    refusal = (
+        "^the model's image processor refuses an image: absolute aspect ratio must be smaller than 200, got 300.0 "
+    )
+    with pytest.raises(VLLMValidationError, match=refusal):
+        Context().call_hf_processor(fails(ratio), {"images": ["pixels"]})
+    for error, data in ((ratio, {"text": "no image"}), (MemoryError(), {"images": ["pixels"]})):
+        with pytest.raises(ValueError, match="Failed to apply"):
+            Context().call_hf_processor(fails(error), data)
