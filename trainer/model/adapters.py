@@ -23,6 +23,9 @@ NOT_ADAPTED = {
     "kv_b_proj": "vLLM folds it into the attention",
 }
 """Linear layers that get an adapter only by name, with the reason."""
+HALVES, OF_HALVES = "gate_up_proj", ("glm", "glm4", "glm4v", "glm4v_text")
+"""A layer that holds two, and the types of models of which engines refuse an adapter of both in one."""
+HALVES_REASON = "vLLM expects an adapter of each of its two halves, gate_proj and up_proj"
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 OF_MAMBA, SKIP = "out_proj", "D"
 """The last layer of Mamba's mixers, and a weight of theirs that no other layer has."""
@@ -65,6 +68,8 @@ def reach_of(model: Any, wanted: Sequence[str] = (), *, name: str = "") -> Reach
             f"lora_targets has {unknown}, which name no layer of the model {name!r}: set it in [trainer] to some of "
             f"its linear layers, {sorted(found)}, or leave it out for all that engines serve"
         )
+    if _has_halves(model) and any(_ends(target, HALVES) for target in wanted):
+        raise SettingsError(f"lora_targets has {HALVES!r} of {name!r}: {HALVES_REASON}; leave it out of [trainer]")
     left_out = dict.fromkeys(found, "it is not in lora_targets") if wanted else _not_served(model, found)
     ends = wanted or [each for each in found if each not in left_out]
     if not ends:
@@ -84,6 +89,10 @@ def _size(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters(recurse=False))
 
 
+def _has_halves(model: Any) -> bool:
+    return model.config.get_text_config().model_type in OF_HALVES
+
+
 def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:
     parameters = model.get_decoder().named_parameters()
     fused = {name.rpartition(".")[2] for name, each in parameters if each.ndim == 3 and ".experts." in name}
@@ -91,6 +100,8 @@ def _not_served(model: Any, found: Mapping[str, list[str]]) -> dict[str, str]:
     for name, layers in found.items():
         if name in NOT_ADAPTED or (fused and name in OF_EXPERTS):
             left_out[name] = NOT_ADAPTED.get(name, OF_EXPERTS_REASON)
+        elif name == HALVES and _has_halves(model):
+            left_out[name] = HALVES_REASON
         elif name == OF_MAMBA and any(hasattr(model.get_submodule(each.rpartition(".")[0]), SKIP) for each in layers):
             left_out[name] = OF_MAMBA_REASON
     return left_out

@@ -60,6 +60,8 @@ WRAPPERS = {"Gemma3": gemma3, "Qwen3_5": qwen35}
     [
         ("Qwen3", {}, DENSE, set()),
         ("Phi3", {}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, set()),
+        ("Glm", {"head_dim": 8}, {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}, {"gate_up_proj"}),
+        ("Glm4", {"head_dim": 8}, {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}, {"gate_up_proj"}),
         ("GPTNeoX", {}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, set()),
         ("Qwen3Moe", EXPERTS, {"q_proj", "k_proj", "v_proj", "o_proj"}, FUSED),
         ("Glm4Moe", ROUTED | GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj"}, FUSED | {"gate_proj", "up_proj"}),
@@ -84,6 +86,15 @@ def test_an_adapter_changes_every_linear_layer_that_engines_serve_and_names_the_
     assert set(reach.targets) == reached
     assert set(reach.left_out) == left_out
     assert 0 < reach.share < 1
+
+
+@pytest.mark.parametrize("wanted", ["gate_up_proj", "mlp.gate_up_proj"])
+def test_a_layer_whose_halves_alone_engines_adapt_is_refused_by_name_before_it_is_trained(wanted):
+    with pytest.raises(
+        SettingsError, match=r"lora_targets has 'gate_up_proj' of 'glm': vLLM expects an adapter of each"
+    ):
+        reach_of(empty("Glm4", head_dim=8), ["q_proj", wanted], name="glm")
+    assert reach_of(empty("Phi3"), [wanted]).num_layers == 2
 
 
 def test_the_share_of_the_parameters_that_an_adapter_changes_is_stated():
