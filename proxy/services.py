@@ -189,6 +189,8 @@ class Services:
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
         self.reloader = self._reloader(faults)
+        self.max_calls: float = settings.max_concurrent_calls
+        """Most calls that may run at once; a feature whose calls wait in a queue counts them itself."""
         self.num_calls = 0
         """Calls that run: from their admission, which counts them, to the last byte of their reply."""
         self.idle = asyncio.Event()
@@ -214,7 +216,7 @@ class Services:
             is_shared=self.process.is_shared,
             unnamed=self._features.unnamed,
             opened=self.opened,
-            entered=self.steps.entered,
+            entering=self.steps.entering,
         )
 
     def _reloader(self, faults: FaultPoints) -> Reloader:

@@ -99,8 +99,9 @@ class Relay:
             ProxyUnavailable: the server cancelled the call because it stops.
         """
         call = running.call
-        for step in self._steps.placed:
-            await step(running)
+        if not call.train:
+            for step in self._steps.denied:
+                await step(running)
         if call.idempotency_key is not None and (answer := await self._repeated(running)) is not None:
             self._metrics.coalesced.inc()
             return answer
@@ -116,8 +117,9 @@ class Relay:
         except asyncio.CancelledError as error:  # by the server, when it stops and its drain time is over
             raise ProxyUnavailable(STOPPING) from error
         finally:
-            for step in self._steps.received:
-                step(running)
+            for kind, step in self._steps.received:
+                if kind in running.kept:
+                    step(running)
             if running.lane is not None:
                 self._pool.release(running.lane)
             mode = "stream" if call.stream else "whole"
@@ -189,8 +191,10 @@ class Relay:
         while True:
             if call.media is not None:
                 call.media.sent(call, place, lane.engine.url)
-            for step in self._steps.sent:
-                step(running)
+            found = {*call.body, *call.notes, *lane.engine.defaults, *lane.engine.gives}
+            for marks, step in self._steps.sent:
+                if marks is None or not marks.isdisjoint(found):
+                    step(running)
             try:
                 return await lane.engine.sample(call, place, lane.model, headers)
             except EngineRefused as refused:
@@ -264,8 +268,9 @@ class Relay:
         """
         place, metrics = running.place, self._metrics
         running.num_prompt_tokens = turns[0].prompt_length
-        for step in self._steps.built:
-            step(running, turns)
+        for kind, step in self._steps.built:
+            if kind in running.kept:
+                step(running, turns)
         self._faults.point("before_commit")
         is_first = await self._append(running, turns)
         self._faults.point("after_commit_before_reply")

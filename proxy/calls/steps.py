@@ -7,7 +7,7 @@ that are on, so what is off costs a call nothing. The order of the methods is th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from proxy.dialects.registry import DIALECTS
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from proxy.calls.capture import Running
-    from proxy.dialects.base import Call
     from proxy.metrics import Counted
+    from proxy.sessions.memory import Enter
     from proxy.settings import ProxySettings
     from proxy.writer.process import MakeRowStep, NewTurn
     from turnwise.store.extensions import Column
@@ -30,6 +30,10 @@ class CallStep:
     """What lists show besides while it is on."""
     dialects: ClassVar[frozenset[str]] = frozenset(each.name for each in DIALECTS)
     """Whose calls it is `asked` of."""
+    marks: ClassVar[frozenset[Any] | None] = None
+    """A call is `asked` of it, or `sent`, only where it has one of these, if any are set: when it is asked names of
+    headers and metadata; when it is sent names of request fields, notes, the engine's defaults and parts that it
+    gives."""
     session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
     """Fields of a new session that it serves, each with what raises a `ValueError` at a value that it refuses."""
     counters: ClassVar[Mapping[str, Counted]] = {}
@@ -37,6 +41,8 @@ class CallStep:
     unpacked: ClassVar[Mapping[str, Counted]] = {}
     """Its metrics of turns that are stored without a part of this name, labelled with the reason."""
 
+    takes_open = True
+    """Whether callers without a key are `admitted` by it."""
     rows: tuple[MakeRowStep, ...] = ()
     """What it does with rows of turns in the writing process."""
 
@@ -53,14 +59,17 @@ class CallStep:
     async def asked(self, running: Running) -> None:
         """Take a call whose request was read."""
 
-    def entered(self, call: Call, session: Session, key_id: str) -> None:
-        """Change a call whose session is known, before its conversation is read; also one whose tokens are counted."""
+    def entering(self, session: Session) -> Enter | None:  # noqa: ARG002
+        """Return what changes each call of a session before its conversation is read, also one that counts tokens."""
+        return None
 
-    async def placed(self, running: Running) -> None:
-        """Take a call that has its session; one without a place repeats the answer of an earlier call."""
+    async def denied(self, running: Running) -> None:
+        """Take a call that denies training, in its session; one without a place repeats the answer of an earlier."""
 
     def sent(self, running: Running) -> None:
         """Take a call whose lane is chosen, just before the engine gets it; again where it gets it a second time."""
+
+    # Only of a call of which the step keeps something.
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         """Take a call's turns before they are stored, also those of a call that was cut off after its first token."""
@@ -72,6 +81,7 @@ class CallStep:
         """Take a call after its last byte, however far it came: also one that was refused or repeated an answer."""
 
 
+Marks: TypeAlias = frozenset[Any] | None
 StepT = TypeVar("StepT", bound=CallStep)
 
 
@@ -91,21 +101,26 @@ class Steps:
         self.rows = tuple(make for step in self._on for make in step.rows)
         self.session_fields = {name: check for step in self._on for name, check in step.session_fields.items()}
         self.columns = [column for step in self._on for column in step.columns]
-        self.admitted = self._overridden(lambda kind: kind.admitted)
-        self.entered = self._overridden(lambda kind: kind.entered)
-        self.placed = self._overridden(lambda kind: kind.placed)
-        self.sent = self._overridden(lambda kind: kind.sent)
-        self.built = self._overridden(lambda kind: kind.built)
-        self.received = self._overridden(lambda kind: kind.received)
-        self.ended = self._overridden(lambda kind: kind.ended)
+        self.admitted = [(each.__self__.takes_open, each) for each in self._overridden(lambda kind: kind.admitted)]
+        self.entering = self._overridden(lambda kind: kind.entering)
+        self.denied = self._overridden(lambda kind: kind.denied)
+        self.sent = [(each.__self__.marks, each) for each in self._overridden(lambda kind: kind.sent)]
+        self.built = self._kept(lambda kind: kind.built)
+        self.received = self._kept(lambda kind: kind.received)
+        self.ended = self._kept(lambda kind: kind.ended)
 
     def _overridden(self, method: Callable[[Any], Any]) -> list[Any]:
         """Return the steps' own versions of a method."""
         return [method(step) for step in self._on if method(type(step)) is not method(CallStep)]
 
-    def asked_in(self, dialect: str) -> list[Any]:
-        """Return the steps of calls of one dialect that were read."""
-        return [step for step in self._overridden(lambda kind: kind.asked) if dialect in step.__self__.dialects]
+    def _kept(self, method: Callable[[Any], Any]) -> list[tuple[type[CallStep], Any]]:
+        """Return the same, each with the class under which the step keeps something of a call."""
+        return [(type(each.__self__), each) for each in self._overridden(method)]
+
+    def asked_in(self, dialect: str) -> list[tuple[Marks, Any]]:
+        """Return the steps of calls of one dialect that were read, each with its marks."""
+        own = [step for step in self._overridden(lambda kind: kind.asked) if dialect in step.__self__.dialects]
+        return [(step.__self__.marks, step) for step in own]
 
     def of(self, kind: type[StepT]) -> StepT:
         """Return the step of a feature that is on."""

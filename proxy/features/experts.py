@@ -20,6 +20,7 @@ FIRST = "routed_experts_prompt_start"
 class Experts(CallStep):
     """Asks an engine that returns experts for those of the tokens that the call's turns store."""
 
+    marks = frozenset({EXPERTS})
     unpacked: ClassVar[Mapping[str, Counted]] = {
         EXPERTS: (
             "turnwise_unreadable_routing",
@@ -29,9 +30,7 @@ class Experts(CallStep):
     }
 
     def sent(self, running: Running) -> None:
-        call, place, lane = running.call, running.place, running.lane
-        if lane is None or EXPERTS not in lane.engine.gives:
-            return
+        call, place = running.call, running.place
         if place.prompt is None:  # also of a call that was sent with one, and is sent again
             call.engine_fields.pop(FIRST, None)
             return

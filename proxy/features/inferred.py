@@ -111,8 +111,9 @@ class Inferred(Unnamed):
         A call that names no session is looked for by it, before its session is known.
         """
         asked, notes = call.body, call.notes
-        for step in self.sessions.entered:
-            step(call, opened_by_call("", caller, call), principal.root_key_id)
+        named_later = opened_by_call("", caller, call)
+        for enter in self.sessions.cache.live(named_later).entered:
+            enter(call, named_later, principal.root_key_id)
         try:
             return await self.sessions.conversations.read(call, principal, self.sessions.cache.fields_read)
         finally:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Call
     from proxy.metrics import Counted
     from proxy.services import Services
+    from proxy.sessions.memory import Enter
 
 PINNABLE = frozenset(
     {
@@ -102,7 +103,10 @@ class Pins:
             merged |= self._pins.get(name, {})
         return merged | session.sampling
 
-    def entered(self, call: Call, session: Session, key_id: str) -> None:
+    def entering(self, session: Session) -> Enter | None:
+        return self.enter if self._pins or session.sampling or session.explores is not None else None
+
+    def enter(self, call: Call, session: Session, key_id: str) -> None:
         """Replace a call's parameters; note what it asked for, and whether it explores."""
         used = self.pinned(session, key_id) if self._pins else session.sampling
         asked = call.body
@@ -121,6 +125,7 @@ class PinStep(Pins, CallStep):
     """Pins what the operator or the session's creator wants, and lets greedy sessions explore."""
 
     session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {"sampling": check_pinnable}
+    marks = frozenset({EXPLORED})
     counters: ClassVar[Mapping[str, Counted]] = {
         "explored": ("turnwise_explored", "Greedy calls that were sampled at a temperature", ())
     }
@@ -132,6 +137,6 @@ class PinStep(Pins, CallStep):
         super().__init__(settings, lambda policy_id: pool.policy_names.get(policy_id))  # noqa: PLW0108  names are replaced
         services.opened.append(self.opened)
 
-    async def placed(self, running: Running) -> None:
-        if EXPLORED in running.call.notes:
+    def sent(self, running: Running) -> None:
+        if EXPLORED in running.call.notes and not running.is_sent_again:
             self.explored.inc()

@@ -85,14 +85,14 @@ class Prices(CallStep):
             call.engine_fields |= {"stream_options": {"include_usage": True}}
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
-        if Prices in running.kept and (charge := self._charge(running, turns)) is not None:
+        if (charge := self._charge(running, turns)) is not None:
             turns[0].extra[CHARGE] = charge
 
     def received(self, running: Running) -> None:
-        if Prices in running.kept and running.lane is not None:
-            time_of_engine = self._times[running.lane.engine.url]
-            time_of_engine.divide()
-            time_of_engine.num_calls -= 1
+        assert running.lane is not None
+        time_of_engine = self._times[running.lane.engine.url]
+        time_of_engine.divide()
+        time_of_engine.num_calls -= 1
 
     def _charge(self, running: Running, turns: list[NewTurn]) -> Charge | None:
         """Return what a call costs; None where no table of prices fits it."""

@@ -45,6 +45,8 @@ class SupportSettings(Settings):
 class Supports(CallStep):
     """Asks for the support of calls that are sampled from a part of the vocabulary, and notes a grammar of tools."""
 
+    marks = frozenset({"tools", *TRUNCATING})
+
     def __init__(self, services: Services) -> None:
         assert isinstance(services.settings, SupportSettings)
         self._most = services.settings.support_ids
@@ -65,11 +67,9 @@ class Supports(CallStep):
         if self._most and truncates(call.body, engine.defaults) and not call.body.get("logprob_token_ids"):
             alternatives = 0 if engine.url in self._with_plugin else most_alternatives(engine.info)
             call.engine_fields |= support_request(call, engine.defaults, self._most, alternatives)
-            call.hides[SUPPORT] = SHOWN
+            call.hides[SUPPORT] = running.kept[Supports] = SHOWN
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
-        if SUPPORT not in running.call.hides:
-            return
         for turn in turns:
             turn.given[SUPPORT] = ()
         assert running.lane is not None

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 from starlette.routing import Route, compile_path
 from starlette.types import Receive, Scope, Send
 
-from proxy.auth import Principal
+from proxy.auth import OPEN, Principal
 from proxy.calls.capture import NOT_YET, Running
 from proxy.calls.earlier import read_turns
 from proxy.calls.retries import Attempt, request_digest
@@ -32,7 +32,7 @@ from proxy.http.connections import LEFT
 from proxy.sessions.conversation import has_media
 from proxy.sessions.identities import identify
 from turnwise.engine_plugin.images import FIELD
-from turnwise.errors import TurnwiseError
+from turnwise.errors import Overloaded, TurnwiseError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -167,13 +167,18 @@ async def admit(services: Services, running: Running) -> None:
     """Count a call among those that run.
 
     Raises:
+        Overloaded: too many run.
         TurnwiseError: why a feature refuses it.
     """
-    for step in services.steps.admitted:
-        await step(running)
+    if services.num_calls >= services.max_calls:
+        services.metrics.limited.labels("proxy").inc()
+        raise Overloaded("the proxy is at its limit; retry after 1 s", retry_after_seconds=1)
     running.is_admitted = True
     services.num_calls += 1
     services.idle.clear()
+    for takes_open, step in services.steps.admitted:
+        if takes_open or running.principal.root_key_id != OPEN:
+            await step(running)
 
 
 def end(services: Services, running: Running) -> None:
@@ -190,8 +195,9 @@ def end(services: Services, running: Running) -> None:
         services.num_calls -= 1
         if not services.num_calls:
             services.idle.set()
-    for step in services.steps.ended:
-        step(running)
+    for kind, step in services.steps.ended:
+        if kind in running.kept:
+            step(running)
 
 
 @contextlib.asynccontextmanager
@@ -267,12 +273,14 @@ class SampleEndpoint(Endpoint):
         reply.call = running.call = call
         call.is_retry = is_marked
         await services.pool.name_policy(call, principal)
-        for step in self._asked:
-            await step(running)
+        found = {*headers, *(call.body.get("metadata") or ())}
+        for marks, step in self._asked:
+            if marks is None or not marks.isdisjoint(found):
+                await step(running)
         attempt = await services.retries.begin(call, principal, digest, running.left)
         if attempt.answer is not None:
             running.session_key = principal.tenant, attempt.headers[SESSION]
-            for step in services.steps.placed:
+            for step in services.steps.denied if not call.train else ():
                 await step(running)
             return attempt
         running.attempt, attempt.headers = attempt, reply.headers

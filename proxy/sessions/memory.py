@@ -13,8 +13,10 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from proxy.auth import Principal, session_deleted
+from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.sessions.conversation import (
@@ -47,11 +49,17 @@ TRUNCATION = "truncate_prompt_tokens"
 """Request field, stored with a turn's sampling, that lets the engine leave out the begin of a prompt."""
 
 
+Enter: TypeAlias = Callable[[Call, Session, str], None]
+"""Changes a call in its session, by the id of its key."""
+
+
 @dataclasses.dataclass(slots=True)
 class LiveSession:
     """A session in memory."""
 
     session: Session
+    entered: tuple[Enter, ...] = ()
+    """What features change of each of its calls, before the call's conversation is read."""
     forests: defaultdict[int, TurnForest] = dataclasses.field(default_factory=lambda: defaultdict(TurnForest))
     """The turns by policy: a chain has one policy, and so have the roles that chains have beside each other."""
     key: SessionKey = dataclasses.field(init=False)
@@ -182,17 +190,24 @@ class SessionCache(LiveSessions):
         metrics: Metrics,
         faults: FaultPoints,
         opened: Sequence[Callable[[Session], Session]] = (),
+        entering: Sequence[Callable[[Session], Enter | None]] = (),
     ) -> None:
         super().__init__(MAX_SESSIONS, settings.cache_share("turns"), settings.cache_share("tokens"))
         self.fields_read = NO_FIELDS
         """What the digests of its turns cover beside roles, text and tool calls."""
         self._opened = opened
         """What features make of a new session, before it is stored."""
+        self._entering = entering
+        """What features return that changes the calls of a session."""
         self._database = database
         self._writer = writer
         self._metrics = metrics
         self._faults = faults
         self._loading: dict[SessionKey, asyncio.Task[LiveSession | None]] = {}
+
+    def live(self, session: Session) -> LiveSession:
+        """Return a session as it is in memory, without its turns."""
+        return LiveSession(session, tuple(filter(None, (each(session) for each in self._entering))))
 
     async def find_stored(self, tenant: str, session_id: str) -> LiveSession | None:
         """Return the session with this id from memory or from the store; None if there is none."""
@@ -241,7 +256,7 @@ class SessionCache(LiveSessions):
         if live is not None and live.session.created_at != stored.created_at:
             self.drop(live.key)
         if created:
-            self.put(LiveSession(stored))
+            self.put(self.live(stored))
         return stored
 
     async def refresh(self, live: LiveSession) -> None:
@@ -282,7 +297,7 @@ class SessionCache(LiveSessions):
         stored = await read()
         if stored is None:
             return None
-        live = LiveSession(stored)
+        live = self.live(stored)
         if stored.num_turns:
             await self.refresh(live)
         self.put(live)

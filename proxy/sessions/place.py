@@ -33,7 +33,7 @@ from proxy.sessions.conversation import (
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
-from proxy.sessions.memory import TRUNCATION, LiveSession, SessionCache
+from proxy.sessions.memory import TRUNCATION, Enter, LiveSession, SessionCache
 from proxy.sessions.rendering import UNCOUNTED_BYTES, RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 from proxy.settings import ProxySettings
@@ -156,13 +156,11 @@ class Sessions:
         is_shared: bool = False,
         unnamed: type[Unnamed] | None = None,
         opened: Sequence[Callable[[Session], Session]] = (),
-        entered: Sequence[Callable[[Call, Session, str], None]] = (),
+        entering: Sequence[Callable[[Session], Enter | None]] = (),
     ) -> None:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
-        self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints(), opened)
-        self.entered = entered
-        """What features change of a call in its session, by the id of its key, before its conversation is read."""
+        self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints(), opened, entering)
         self.database = database
         self.writer = writer
         self._settings = settings
@@ -229,8 +227,8 @@ class Sessions:
         if any(type(call.body[name]) is str for name in NUMBERS.keys() & call.body.keys()):
             call.body = with_numbers(call.body)
         asked = call.body
-        for step in self.entered:
-            step(call, session, principal.root_key_id)
+        for enter in live.entered:
+            enter(call, session, principal.root_key_id)
         if searched is None or (
             call.body is not asked and searched.context != context_digest(call.tools, template_arguments(call.body))
         ):

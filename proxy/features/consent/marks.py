@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from proxy.sessions.identities import Headers
     from turnwise.types import Json, Session
 
-_DENIALS = frozenset({b"x-train", b"x-record"})
 Restrict = Callable[..., Coroutine[Any, Any, int]]
 
 
@@ -31,6 +30,7 @@ class ConsentStep(CallStep):
     """Marks the sessions of calls that deny training or recording."""
 
     session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {"record": lambda _: None}
+    marks = frozenset({b"x-train", b"x-record", "train", "record"})
     counters: ClassVar[Mapping[str, Counted]] = {
         "restricted": (
             "turnwise_restricted_sessions",
@@ -45,15 +45,10 @@ class ConsentStep(CallStep):
         services.reopened.append(self.narrow)
 
     async def asked(self, running: Running) -> None:
-        call, headers = running.call, running.request_headers
-        metadata = call.body.get("metadata") or {}
-        if not _DENIALS.isdisjoint(headers) or "train" in metadata or "record" in metadata:
-            _deny(call, headers, metadata)
+        _deny(running.call, running.request_headers, running.call.body.get("metadata") or {})
 
-    async def placed(self, running: Running) -> None:
+    async def denied(self, running: Running) -> None:
         call = running.call
-        if call.train:
-            return
         if not running.place:  # it repeats the answer of an earlier call
             await self._restrict_session(*running.session_key, record=call.record)
             return

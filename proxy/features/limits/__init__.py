@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from proxy.auth import OPEN
@@ -23,9 +24,11 @@ class CallLimits(CallStep):
     def __init__(self, services: Services) -> None:
         settings = services.settings
         assert isinstance(settings, LimitSettings)
-        self._services = services
         self._limits = Limits(settings, settings.max_concurrent_calls, services.metrics)
+        if settings.queue_seconds:
+            services.max_calls = math.inf
         self.budgets = Budgets(settings, services.database, services.writer, services.metrics)
+        self.takes_open = self._limits.are_set or self.budgets.are_set
         services.closing.append(self.budgets.close)
         services.open_body = Bodies(settings.max_body_bytes).open
         self.columns = (TOKENS_USED._replace(read=used_tokens(self.budgets.since_day)),)
@@ -40,16 +43,11 @@ class CallLimits(CallStep):
         principal, limits = running.principal, self._limits
         if self.budgets.are_set or principal.has_budget:
             await self.budgets.check(principal)
-        if self._services.num_calls >= limits.max_calls:
-            raise limits.full()
-        if limits.are_set:
-            scopes: list[Scope] = await limits.admit(principal)
-            running.kept[CallLimits] = scopes
+        scopes: list[Scope] = await limits.admit(principal) if limits.are_set else []
+        running.kept[CallLimits] = scopes
 
     def ended(self, running: Running) -> None:
-        if not running.is_admitted:
-            return
-        if (scopes := running.kept.get(CallLimits)) is not None:
+        if scopes := running.kept[CallLimits]:
             self._limits.leave(scopes, running.num_tokens)
         if self.budgets.are_set or running.principal.root_key_id != OPEN:
             self.budgets.charge(running.principal, running.num_tokens)

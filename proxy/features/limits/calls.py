@@ -99,14 +99,12 @@ class Limits:
         self._queue_seconds = settings.queue_seconds
         self._metrics = metrics
         self._everybody = Scope("proxy", Rule(max_calls if self._queue_seconds else None), 0.0)
-        self.max_calls = math.inf if self._queue_seconds else max_calls
-        """Most calls that may run at once; no limit with a queue, where `admit` has it."""
         self._scopes: dict[str, Scope] = {}
         self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
         """Waiting calls by key; the first key is served next."""
         self._timer: asyncio.TimerHandle | None = None
         self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
-        """Whether calls need `admit`; without it only the number of all calls is counted."""
+        """Whether calls need `admit`."""
 
     async def admit(self, principal: Principal) -> list[Scope]:
         """Take a place in all scopes of the caller, after waiting in the queue if there is none; return them.
@@ -124,10 +122,6 @@ class Limits:
             raise self._overloaded(scopes)
         await self._wait(principal.root_key_id, scopes)
         return scopes
-
-    def full(self) -> Overloaded:
-        """Return the error for a call beyond `max_calls`, and count it."""
-        return self._overloaded([self._everybody])
 
     def leave(self, scopes: list[Scope], num_tokens: int) -> None:
         """Return the place of a call, and count its prompt and sampled tokens."""
