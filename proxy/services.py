@@ -179,6 +179,8 @@ class Services:
         """Rules for a session that is created again: each takes what is wanted and what is stored, which it returns."""
         self.closing: list[Callable[[], Awaitable[None]]] = []
         """What features end when the process ends and no call runs any more."""
+        self.max_calls: float = settings.max_concurrent_calls
+        """Most calls that may run at once; a feature whose calls wait in a queue counts them itself."""
         self.observers: list[Observer] = []
         self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
@@ -189,8 +191,6 @@ class Services:
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
         self.reloader = self._reloader(faults)
-        self.max_calls: float = settings.max_concurrent_calls
-        """Most calls that may run at once; a feature whose calls wait in a queue counts them itself."""
         self.num_calls = 0
         """Calls that run: from their admission, which counts them, to the last byte of their reply."""
         self.idle = asyncio.Event()

@@ -161,7 +161,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
         agents = (entry.agent(headers) for entry in NATIVE_IDS if entry.name not in ignored)
         call.agent_id = next(filter(None, agents), None)
     own = None
-    if OWN_HEADER not in ignored:
+    if OWN_HEADER not in ignored and (OWN in headers or PARENT in headers):
         own, parent = _text(headers, OWN), _text(headers, PARENT)
         if parent is not None:  # a sub-agent names the session of its parent, and itself in the header of its own
             call.agent_id, own = call.agent_id or own, parent

@@ -154,11 +154,12 @@ class LiveSessions:
                 num_bytes += own - shared if own > shared else own  # what was read whole shares nothing
         if self.find(live.key) is not live:
             return
+        dropped = []
         if num_bytes > live.token_bytes:
             live.token_bytes = num_bytes
-            for dropped in self._with_tokens.count(live, num_bytes):
-                self._drop_tokens(dropped)
-        self.put(live)
+            dropped = self._with_tokens.count(live, num_bytes)
+        for each in dropped + self._live.count(live, live.num_bytes):
+            self._drop_tokens(each)
 
     def drop(self, key: SessionKey) -> None:
         """Remove a session, also because its row in the store has changed."""

@@ -347,7 +347,8 @@ class Sessions:
         # A copy: another call that begins with the same messages may complete the list at the same time.
         kinds = conversation.kinds[:]
         rendering = template.short or template
-        if rendering.num_rendered(continued, conversation) > RENDERED_HERE or not template.is_local:
+        is_long = conversation.num_bytes > RENDERED_HERE
+        if (is_long and rendering.num_rendered(continued, conversation) > RENDERED_HERE) or not template.is_local:
             tenant = place.session.tenant
             between = await self._threads.run(tenant, rendering.next_ids, continued, kinds, thinking)
         else:

@@ -156,7 +156,8 @@ class ChatTemplate:
         Raises:
             Unsafe: as `next_ids_of_whole`.
         """
-        return self.next_ids_of_whole(continued._replace(messages=restored(continued.messages, thinking)))
+        messages = restored(continued.messages, thinking) if thinking else continued.messages
+        return self.next_ids_of_whole(continued._replace(messages=messages))
 
     def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:  # noqa: ARG002
         """Return the bytes of messages that `next_ids` renders."""

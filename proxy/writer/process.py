@@ -33,7 +33,7 @@ from proxy.fault import FaultPoints
 from proxy.writer.frames import Link, frame
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.parts import PartProblem, known, pack_parts, unpack_parts
+from turnwise.parts import PartProblem, known
 from turnwise.store import database as stored_database
 from turnwise.store import rewards, sessions, turns
 from turnwise.store.database import Connection, Database
@@ -148,9 +148,9 @@ def complete(sent: turns.TurnRow) -> turns.TurnRow:
     return row
 
 
-def _parts(row: turns.TurnRow) -> tuple[bytes, dict[str, str]]:
-    """Return the parts of a turn as they are stored, and why it lacks some, by their names."""
-    found, given, problems = unpack_parts(row["parts"]), row["given"], {}
+def _parts(row: turns.TurnRow) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the parts of a turn in the order in which they are stored, and why it lacks some, by their names."""
+    found, given, problems = dict(row["parts"]), row["given"], {}
     for name, part in known.items():
         if name in given:
             try:
@@ -160,7 +160,7 @@ def _parts(row: turns.TurnRow) -> tuple[bytes, dict[str, str]]:
                 problems[name] = problem.reason
             else:
                 found |= {} if packed is None else {name: packed}
-    return pack_parts({name: found[name] for name in known if name in found}), problems
+    return {name: found[name] for name in known if name in found}, problems
 
 
 def ids_from_text(text: bytes) -> bytes:

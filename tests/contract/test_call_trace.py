@@ -15,7 +15,7 @@ import turnwise
 from turnwise.types import Outcome
 
 ROOTS = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (proxy, turnwise))
-MAX_FUNCTIONS, MAX_FILES = 146, 26
+MAX_FUNCTIONS, MAX_FILES = 141, 25
 """Of a streamed later turn."""
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 """Code that some versions of Python call as functions."""

@@ -140,10 +140,12 @@ class RowFormat(Generic[R]):
         joined: tuple[str, ...] = (),
         free_text: tuple[str, ...] = (),
         encode_document: Convert = dump,
+        later: tuple[str, ...] = (),
     ) -> None:
         """Determine the conversions from a record's fields, which are the names of the table's columns.
 
-        `joined` are fields from another table, which a row has too; `free_text` has text from an engine or a client.
+        `joined` are fields from another table, which a row has too; `free_text` has text from an engine or a client;
+        `row` leaves those of `later` as they are.
         """
         self._record = record
         kinds = typing.get_type_hints(record)
@@ -155,13 +157,14 @@ class RowFormat(Generic[R]):
             (name, encode_document if name in self.documents else both[0]) for name, both in converted.items()
         ]
         self._encoders += [(name, _storable) for name in free_text]
+        self._row_encoders = [(name, encode) for name, encode in self._encoders if name not in later]
         self._decoders = [(name, both[1]) for name, both in converted.items()]
         self._values_of = operator.attrgetter(*self._read)
 
     def row(self, record: R, **extra: Any) -> dict[str, Any]:
         """Return a record as a row; `extra` has the columns that are not fields."""
         row = dict(zip(self._read, self._values_of(record), strict=True))
-        for name, encode in self._encoders:
+        for name, encode in self._row_encoders:
             if (value := row[name]) is not None:
                 row[name] = encode(value)
         row.update(extra)
@@ -189,6 +192,7 @@ TURNS = RowFormat(
     joined=("session_id", "tenant"),
     free_text=("model", "reason"),
     encode_document=text_if_ascii,
+    later=("parts",),
 )
 """A row also has its session's `session_id` and `tenant`; `finish_turn` ends it."""
 REWARDS = RowFormat(Reward, rewards, joined=("session_id", "tenant"))
@@ -224,10 +228,12 @@ def turn_row(turn: Turn, session_pk: int) -> dict[str, Any]:
 
 
 def finish_turn(row: dict[str, Any]) -> None:
-    """Encode the documents that `TURNS.row` has left as they are, and set the digest of a turn's row."""
+    """Encode the documents and parts that `TURNS.row` has left as they are, and set the digest of a turn's row."""
     for name in TURNS.documents:
         if row[name] is not None and type(row[name]) is not str:
             row[name] = dump(row[name])
+    if isinstance(row["parts"], dict):
+        row["parts"] = pack_parts(row["parts"])
     row["digest"] = turn_digest(row)
 
 

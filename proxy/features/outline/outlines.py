@@ -80,7 +80,7 @@ class Outlines:
         """
         template = self._template
         if not renders_in_short(continued):
-            return template.next_ids_of_whole(continued._replace(messages=restored(continued.messages, thinking)))
+            return template.next_ids(continued, None, thinking)
         short, all_kinds = self._outliner.shortened(continued, [] if kinds is None else kinds, thinking)
         if short.reasoning:  # whether a template prints thinking may depend on its text
             return template.next_ids_of_whole(short)
@@ -119,7 +119,8 @@ def renders_in_short(continued: Continued) -> bool:
         answered = message.get("tool_call_id")
         if (answered is not None or message.get("role") in RESULT_ROLES) and answered not in [*called]:
             return False
-        called |= tool_call_ids(message)
+        if "tool_calls" in message:
+            called |= tool_call_ids(message)
     return True
 
 
