@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
+from proxy.calls.capture import Running
 from proxy.features import Settings
 from proxy.features.limits.calls import Bucket, Limits
 from proxy.metrics import Metrics
+from proxy.routes.calls import admit
 from turnwise.errors import Overloaded
 
 
@@ -41,10 +44,10 @@ def test_a_call_is_counted_only_where_there_is_a_limit():
 
 async def test_a_call_over_the_limit_of_the_proxy_is_refused_with_the_time_to_retry():
     metrics = Metrics()
-    limits = Limits(Settings(), 7, metrics)
-    assert limits.max_calls == 7
-    refused = limits.full()
-    assert (str(refused), refused.retry_after_seconds) == ("the proxy is at its limit; retry after 1 s", 1)
+    services: Any = SimpleNamespace(num_calls=7, max_calls=7, metrics=metrics)
+    with pytest.raises(Overloaded, match=r"^the proxy is at its limit; retry after 1 s$") as refused:
+        await admit(services, Running())
+    assert refused.value.retry_after_seconds == 1
     assert b'\nturnwise_limited_total{limit="proxy"} 1.0\n' in metrics.render()
 
 
