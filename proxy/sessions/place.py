@@ -346,9 +346,11 @@ class Sessions:
         thinking = {turn.num_messages - 1: turn.reasoning for turn in path if turn.reasoning}
         # A copy: another call that begins with the same messages may complete the list at the same time.
         kinds = conversation.kinds[:]
-        rendering = template.short or template
-        is_long = conversation.num_bytes > RENDERED_HERE
-        if (is_long and rendering.num_rendered(continued, conversation) > RENDERED_HERE) or not template.is_local:
+        short, is_long = template.short, conversation.num_bytes > RENDERED_HERE
+        rendering = short or template
+        if is_long and short is not None:
+            is_long = short.num_rendered(continued, conversation) > RENDERED_HERE
+        if is_long or not template.is_local:
             tenant = place.session.tenant
             between = await self._threads.run(tenant, rendering.next_ids, continued, kinds, thinking)
         else:

@@ -159,10 +159,6 @@ class ChatTemplate:
         messages = restored(continued.messages, thinking) if thinking else continued.messages
         return self.next_ids_of_whole(continued._replace(messages=messages))
 
-    def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:  # noqa: ARG002
-        """Return the bytes of messages that `next_ids` renders."""
-        return conversation.num_bytes
-
     def next_ids_of_whole(self, continued: Continued, closings: list[str] | None = None) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
 
