@@ -1,5 +1,6 @@
 """The command line: settings from flags, expected errors as one sentence, JSON where data is printed."""
 
+import datetime as dt
 import json
 import os
 import re
@@ -103,6 +104,15 @@ def test_the_first_key_is_asked_about_where_agents_ran_without_one(database):
     assert json.loads(invoke("keys", "list", "--database", other, "--json").output) == []
     assert invoke("keys", "create", "--database", other, input="y\n").exit_code == 0
     assert invoke("keys", "create", "--database", other).exit_code == 0, "the second one is not asked about"
+
+
+def test_a_new_key_is_shown_with_its_end_and_its_budget(database):
+    limits = ("--expires-days", "2", "--token-budget", "500")
+    made = json.loads(invoke("keys", "create", *limits, "--database", database, "--json").output)
+    (stored,) = json.loads(invoke("keys", "list", "--database", database, "--json").output)
+    assert made["token_budget"] == stored["token_budget"] == 500
+    assert dt.datetime.fromisoformat(made["expires_at"]) == dt.datetime.fromisoformat(stored["expires_at"])
+    assert invoke("keys", "create", "--database", database).output.split("\n")[0].endswith("expires_at  token_budget")
 
 
 def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ KEY_COLUMNS = (
     *("policy", "token_budget", "tokens_used"),
 )
 
-CREATED = ("key_id", "key", "tenant", "role", "name", "policy")
+CREATED = ("key_id", "key", "tenant", "role", "name", "policy", "expires_at", "token_budget")
 SECONDS_A_DAY = 86_400
 FIRST_KEY = (
     "This is the first key: within 5 seconds the proxy refuses every call without a key, also of agents that run now, "
@@ -93,7 +93,7 @@ def keys_create(
                 token_budget=token_budget,
                 policy=policy,
             )
-    made = (key_id, key, tenant or "default", role, name, policy)
+    made = (key_id, key, tenant or "default", role, name, policy, expires_at and expires_at.isoformat(), token_budget)
     print_records(dict(zip(CREATED, made, strict=True)), as_json=as_json)
 
 
