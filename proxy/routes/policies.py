@@ -129,7 +129,9 @@ async def list_policies(
         shared = {each.version for each in found if each.policy_id == DEFAULT_POLICY}
         listed = [{**each, "path": None} if each["version"] in shared else each for each in listed]
     if earned:
-        of_version = await services.database.fetch(earned_by_version, principal.tenant)
+        of_version = await services.database.fetch(
+            earned_by_version, principal.tenant, {each.policy_id for each in named}
+        )
         listed = [{**each, "earned": of_version.get(each["version"])} for each in listed]
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]

@@ -1,9 +1,11 @@
 """`turnwise policies` and `turnwise updates`: served versions, updates, and versions that can still be served."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import invoke
@@ -12,7 +14,7 @@ from support.ledger_samples import make_turn
 from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
-from turnwise.store import policies, rewards, serving, sessions, versions
+from turnwise.store import earned, policies, rewards, serving, sessions, versions
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyKind, PolicyVersion, Reward, Session
 
@@ -115,18 +117,44 @@ def test_policies_are_listed_and_an_export_that_a_full_disk_stops_can_be_repeate
     assert "is not empty" in invoke("policies", "export", "support@1", str(exported), *at).stderr
 
 
+NUMBERS = itertools.count()
+
+
+def play(conn: Any, session_id: str, version: int, reward: float, *, is_open: bool = False) -> None:
+    sessions.create_session(conn, Session(session_id=session_id))
+    turn = make_turn(f"t{next(NUMBERS)}", session_id=session_id, seq=0)
+    append_turns(conn, [dataclasses.replace(turn, policy_version_first=version, policy_version_last=version)])
+    rewards.add_rewards(conn, [Reward(session_id=session_id, value=reward)])
+    if not is_open:
+        sessions.end_session(conn, "default", session_id)
+
+
+def test_an_earlier_version_keeps_what_it_earned_whatever_is_played_later(tmp_path, monkeypatch):
+    """Nine sessions are read a version: its newest nine before the next version. The later fill no place of theirs."""
+    monkeypatch.setattr(earned, "MAX_EARNED", 9)
+    url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
+    with writing(url) as conn:
+        for version in range(3):
+            versions.publish_next(conn, str(tmp_path / f"v{version}"), PolicyKind.FULL, metrics={})
+            for number in range(8):
+                play(conn, f"s{version}-{number}", version, version / 4)
+        play(conn, "rolled-back", 0, 0.9)
+        for number in range(8):
+            play(conn, f"open-{number}", 2, 0.0, is_open=True)
+        monkeypatch.setattr(earned, "MAX_WINDOWS", 1)
+        of_two = earned.earned_by_version(conn, "default")
+        monkeypatch.setattr(earned, "MAX_WINDOWS", 3)
+        earned_of_all = earned.earned_by_version(conn, None)
+    found = {number: (each.num_sessions, each.mean) for number, each in earned_of_all.items()}
+    assert found == {0: (9, pytest.approx(0.1)), 1: (8, 0.25), 2: (8, 0.5)}
+    assert of_two == earned_of_all
+
+
 def test_each_version_shows_what_its_sessions_earned_beside_the_batch_that_made_it(url):
     """Eight sessions of version 2 with 0 and 1: mean 0.5, and 1.96 · 0.5345 / √8 = 0.370. One of version 0 has none."""
     with writing(url) as conn:
         for number in range(9):
-            version = 0 if number == 8 else 2
-            session_id = f"s{number}"
-            sessions.create_session(conn, Session(session_id=session_id))
-            turn = make_turn(f"t{number}", session_id=session_id, seq=0)
-            turn = dataclasses.replace(turn, policy_version_first=version, policy_version_last=version)
-            append_turns(conn, [turn])
-            rewards.add_rewards(conn, [Reward(session_id=session_id, value=float(number % 2))])
-            sessions.end_session(conn, "default", session_id)
+            play(conn, f"s{number}", 0 if number == 8 else 2, float(number % 2))
     listed = json.loads(invoke("policies", "--database", url, "--json").output)
     shown = [(each["version"], each["earned"], each["num_sessions"], each["batch_reward"]) for each in listed]
     assert shown == [(2, "0.500 ± 0.370", 8, 0.5), (1, None, None, 0.25), (0, "0.000", 1, 0.0)]

@@ -70,8 +70,8 @@ def policies(context: click.Context, limit: int, place: DataPlace, *, as_json: b
     from turnwise.store.earned import earned_by_version
 
     with place.store() as store, store.read() as conn:
-        of_version = earned_by_version(conn, None)
         named = {policy.policy_id: policy for policy in stored_policies.list_policies(conn)}
+        of_version = earned_by_version(conn, None, named)
         pinned = {state.pinned_version for state in serving.serving_states(conn, named).values()}
         listed = [
             _with_lift(_with_rewards(values_of(policy), values_of(of_version.get(policy.version))))
