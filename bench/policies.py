@@ -34,14 +34,14 @@ from transformers import Qwen3ForCausalLM
 
 from trainer.claims.claims import Claims
 from trainer.features import FEATURES, Settings
+from trainer.features.policies import Policies
 from trainer.model.agent import PolicyAgent
-from trainer.policies import Policies
 from trainer.update import Updates
 from trainer.versions.state import Commits
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
+from turnwise.features.policies import create_policy
 from turnwise.store import keys, turns
 from turnwise.store.database import Database
-from turnwise.store.policies import create_policy
 from turnwise.types import Json
 
 RANK = 16

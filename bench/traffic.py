@@ -36,10 +36,10 @@ from trainer.algorithms.loading import load
 from trainer.batch.advantages import moved_on
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims
-from trainer.claims.holds import Rewind
+from trainer.claims.holds import Detour
 from trainer.claims.ledger import RunProgress
 from trainer.features import FEATURES, Settings, sentinels
-from turnwise.features.arms import held_out_arms
+from turnwise.features.arms import held_out_arms, holdout_of
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
 from turnwise.store import claims, serving
@@ -186,7 +186,7 @@ class Learner(threading.Thread):
         """Train until it is stopped."""
         algorithm, window = load("grpo"), ()
         while batch := self._source.next(RunProgress(num_batches=1, recent_versions=ANCESTRY[self.version])):
-            if isinstance(batch, Rewind):
+            if isinstance(batch, Detour):
                 self.version = batch.version
                 continue
             keys = [group.key for group in batch.claim.groups]
@@ -284,7 +284,7 @@ def _measured(db: Database) -> tuple[str, str | None, int]:
     """Return the lift over the hold-out, what the sentinels say, and the served version."""
     with db.read() as conn:
         state = serving.serving_state(conn)
-        active, holdout = state.active, state.holdout
+        active, holdout = state.active, holdout_of(state)
         found = {} if holdout is None else lift(*held_out_arms(conn, holdout))
         alarm = sentinels.check(conn, RULE.sentinels)
     each = found.get("feedback")

@@ -121,6 +121,7 @@ def metrics() -> list[str]:
     counted = [each for kind in counting for each in kind.counters.values()]
     counted += [each for step in features.STEPS for each in step.unpacked.values()]
     added = [made.counter(*each) for each in counted]
+    added += [made.newest(*each) for kind in features.served().beside for each in kind.gauges.values()]
     for metric in (*vars(made).values(), *added):
         if not isinstance(metric, MetricWrapperBase):
             continue

@@ -18,7 +18,7 @@ import turnwise
 from proxy.auth import ACTION_OF_ROUTE
 from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
-from proxy.routes import keys, openapi, operations, policies, rewards, sessions
+from proxy.routes import keys, openapi, operations, rewards, sessions
 from proxy.routes.control import answer
 from proxy.routes.declared import load_routes
 from proxy.services import Services, services_of
@@ -51,7 +51,7 @@ def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> 
         redirect_slashes=False,
     )
     records = (sessions, rewards)
-    for module in (*records, policies, keys, operations, openapi):
+    for module in (*records, keys, operations, openapi):
         app.include_router(module.router)
     for own in declared:
         app.include_router(own.router)

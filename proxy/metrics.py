@@ -46,10 +46,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.sum_up: Callable[[], CollectorRegistry] = lambda: self.registry
         """Returns what is rendered: the values of all processes of the proxy."""
+        self._counters: dict[str, Counter] = {}
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []
         self._sum = functools.partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
         """A gauge that is the sum over the workers that run."""
-        self._newest = functools.partial(Gauge, registry=self.registry, multiprocess_mode="mostrecent")
+        self.newest = functools.partial(Gauge, registry=self.registry, multiprocess_mode="mostrecent")
         """A gauge that all workers agree on: the value that was set last."""
         self._add_calls()
         self._add_refusals()
@@ -58,7 +59,11 @@ class Metrics:
         self._add_process()
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        return _with_kept_children(Counter(name, documentation, labels, registry=self.registry))
+        """Return the counter of this name, which is made at the first call."""
+        if name not in self._counters:
+            made = Counter(name, documentation, labels, registry=self.registry)
+            self._counters[name] = _with_kept_children(made)
+        return self._counters[name]
 
     def _histogram(
         self, name: str, documentation: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS
@@ -120,9 +125,9 @@ class Metrics:
             "turnwise_commit_batch_turns", "Turns per transaction", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
         )
         self.writer_queue = self._sum("turnwise_writer_queue", "Jobs that wait for their commit")
-        self.stored = {name: self._newest(name, text, labels) for name, (text, *labels) in STORED.items()}
+        self.stored = {name: self.newest(name, text, labels) for name, (text, *labels) in STORED.items()}
         """Those that are read from the store when metrics are asked for."""
-        self.trained_share = self._newest(
+        self.trained_share = self.newest(
             "turnwise_trained_share",
             "Share of the sampled tokens that were trained, of the newest 200 sessions that have been or were dropped",
             ["by", "name", "tenant"],
@@ -141,19 +146,12 @@ class Metrics:
         self.engine_seconds = self._histogram(
             "turnwise_engine_head_seconds", "Time from a call's request to the head of the engine's answer", ["engine"]
         )
-        self.policy_version = self._newest("turnwise_policy_version", "Served policy version")
-        self.named_policy_version = self._newest(
-            "turnwise_named_policy_version",
-            "Served version of each named policy, of the first 100; 0 before its first one",
-            ["tenant", "policy"],
-        )
+        self.policy_version = self.newest("turnwise_policy_version", "Served policy version")
         self.reloads = self.counter("turnwise_reloads", "Weight reloads by result", ["result"])
         self.adapter_loads = self.counter(
             "turnwise_adapter_loads", "Adapters that an engine loaded at a call that waited for it"
         )
         self.reload_seconds = self._histogram("turnwise_reload_pause_seconds", "Time that a reload paused the engines")
-        self.canary_calls = self.counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"])
-        self.canaries = self.counter("turnwise_canaries", "Canaries by result", ["result"])
 
     def _add_process(self) -> None:
         """Add the metrics of the proxy's own process."""

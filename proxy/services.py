@@ -20,7 +20,8 @@ from proxy.dialects.base import Call
 from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
-from proxy.engines.pool import DRAIN_SECONDS, EnginePool
+from proxy.engines.models import Models
+from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.http.asgi import BodyMemory
 from proxy.http.connections import RefusedHead
@@ -51,6 +52,8 @@ class Beside:
 
     counters: ClassVar[Mapping[str, Counted]] = {}
     """Its metrics by the names of its attributes that hold them."""
+    gauges: ClassVar[Mapping[str, Counted]] = {}
+    """The same of its gauges, which all processes agree on."""
 
     def __init__(self, services: Services) -> None:
         """Take the services before they are started."""
@@ -163,8 +166,9 @@ class Services:
             timeout_seconds=settings.engine_timeout_seconds,
             wait_seconds=settings.engine_wait_seconds,
             access=Access(bearer_key=settings.engine_api_key, tls=settings.engine_tls()),
-            model_names=settings.model_names,
         )
+        self.models = Models(self.pool)
+        """Which policy the name of a model means; a feature may accept other names than those of the engines."""
         self.take_media: Callable[[Call], Awaitable[None]] = refuse_media
         """What reads the media in a call's messages; without a feature that does, such a call is refused."""
         self.open_body: Callable[[str, str, dict[bytes, bytes]], BodyMemory] = lambda *_: BodyMemory()
@@ -203,6 +207,7 @@ class Services:
     def _made(self, kind: type[Beside]) -> Beside:
         made = kind(self)
         vars(made).update({name: self.metrics.counter(*each) for name, each in kind.counters.items()})
+        vars(made).update({name: self.metrics.newest(*each) for name, each in kind.gauges.items()})
         return made
 
     def _sessions(self, faults: FaultPoints) -> Sessions:
@@ -230,7 +235,7 @@ class Services:
             check_engine=self._check_engine,
             faults=faults,
             announce=lambda engine: confirm(ANNOUNCE_SECONDS, "weights", engine.url, str(engine.loaded_version)),
-            reserve=lambda engine: confirm(DRAIN_SECONDS + ANNOUNCE_SECONDS, "drained", engine.url),
+            confirm=confirm,
             files=VersionFiles(self.reading),
             parts=self._features.reload,
         )
@@ -254,14 +259,10 @@ class Services:
         async def keys() -> None:
             self.authenticator.forget()
 
-        async def drained(engine_url: str) -> None:
-            if (engine := self.pool.engine_at(engine_url)) is not None:
-                await self.pool.drain(engine, DRAIN_SECONDS)
-
         async def weights(engine_url: str, label: str) -> None:
             self.pool.note_label(engine_url, label)
 
-        return {each.__name__: each for each in (session, keys, drained, weights)}
+        return {"session": session, "keys": keys, "weights": weights, **self.reloader.changes}
 
     async def _check_engine(self, engine: Engine) -> None:
         """Check an engine's features, and reject it if capture would not be exact.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 from pathlib import Path
 from typing import Any, Literal
@@ -70,10 +69,6 @@ class ProxySettings(Settings):
     """First line of a tool result that the client marks as failed (`is_error`): no chat template has a field for it. An
     empty text drops the mark."""
 
-    model_names: dict[str, Literal["policy", "refuse"]] = Field(default={"*": "policy"})
-    """Names of models that clients may ask for: pattern → `policy`, the served policy, or `refuse`. The first pattern
-    that matches decides; a name that none matches is refused. `strict` serves the engine's own name only."""
-
     max_body_bytes: int = Field(default=32 * 2**20, gt=0)
     max_reply_bytes: int = Field(default=320 * 2**20, gt=0)
     """Longest reply of an engine, whole or streamed, in bytes; a longer one is cut off and answered 502. By default
@@ -82,8 +77,6 @@ class ProxySettings(Settings):
     """Longest string in one request body. Longer ones can hold the event loop for more than 5 ms."""
     max_concurrent_calls: int = Field(default=1024, gt=0)
     """Concurrent calls; more are answered 429."""
-    tenant_max_policies: int | None = Field(default=None, ge=0)
-    """Named policies of one tenant, without archived ones; by default any number."""
     header_timeout_seconds: float = Field(default=30.0, gt=0)
     """A request whose headers and body are not complete by then is closed."""
     stream_keep_alive_seconds: float = Field(default=15.0, ge=0)
@@ -173,18 +166,6 @@ class ProxySettings(Settings):
         key = self.engine_api_key
         headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
         return {"headers": headers, "verify": self.engine_tls() or True, "trust_env": False}
-
-    @field_validator("model_names", mode="before")
-    @classmethod
-    def _parse_model_names(cls, value: object) -> object:
-        if value == "strict":
-            return {}
-        if not isinstance(value, str):
-            return value
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{value!r} is not JSON; write {{"gpt-*": "policy"}} or strict') from error
 
     @field_validator("engine")
     @classmethod

@@ -20,8 +20,8 @@ import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
 from trainer.features import FEATURES
 from trainer.features.devices import check_divisible, leave_world
+from trainer.features.policies import Policies, PolicyNames
 from trainer.model.optimizer import check_optimizer
-from trainer.policies import Policies, PolicyNames
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.telemetry.logs import configure_logging

@@ -22,7 +22,7 @@ from trainer.batch.ratios import finite
 from trainer.batch.selection import Selection
 from trainer.checks.gap import GapCheck
 from trainer.claims.claims import Claims
-from trainer.claims.holds import Beside, Hold, Rewind, own
+from trainer.claims.holds import Beside, Detour, Hold, own
 from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Whole
@@ -134,8 +134,8 @@ class Training:
         claimed = world.share(self.claims.next(state.progress, self.patience, state.kept) if world.is_first else None)
         if claimed is None:
             return {}, state
-        if isinstance(claimed, Rewind):
-            return self.step(self._rewound(state, claimed))
+        if isinstance(claimed, Detour):
+            return self.step(claimed.taken(self, state))
         if claimed.pinned is None:
             state = state.with_progress(rewound_to=None)
         if claimed.kept is not None:
@@ -143,12 +143,6 @@ class Training:
         if claimed.untrained is not None:
             return self.commits.finish_untrained(state, claimed, claimed.untrained, None)
         return self._train(state, *self.updates.refilled(claimed, state, self.patience))
-
-    def _rewound(self, state: State, to: Rewind) -> State:
-        self.commits.finish_writing()  # the state to go back to may be among what is written now
-        state = self.states.rewound(state, to)
-        self.commits.go_back(state.progress.policy_version)
-        return state
 
     def learn(self, state: State) -> State:
         """Step until the configured end, or until the source is closed."""

@@ -12,9 +12,9 @@ from trainer.claims.claims import Claims
 from trainer.features import FEATURES, Settings
 from trainer.features.devices import Sharded, join_world
 from trainer.features.evaluation import Evaluation, Evaluator
+from trainer.features.policies import make_parts
 from trainer.features.replay import ReplayBuffer, ReplayClaims
 from trainer.model.agent import PolicyAgent
-from trainer.policies import make_parts
 from trainer.settings import TrainerSettings
 from trainer.train import Training
 from trainer.versions.resume import OptimizerLike

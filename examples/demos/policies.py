@@ -20,13 +20,13 @@ from examples.demos.report import RunReport, mean_reward, picture
 from examples.policies import tasks as preferences
 from examples.policies.tasks import PREFERENCES
 from turnwise.client import AsyncClient
+from turnwise.features.policies import create_policy
 from turnwise.processes.supervisor import Supervisor
 from turnwise.processes.terminal import Say
 from turnwise.rollouts.results import RunResult
 from turnwise.rollouts.runner import POLL_SECONDS, active_policy
 from turnwise.store import keys
 from turnwise.store.database import Database
-from turnwise.store.policies import create_policy
 
 KEYS_OF_POLICY = 2
 TENANT = "default"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.calls.steps import CallStep
+from proxy.features.arms.counts import ArmCalls
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.consent.marks import ConsentStep
 from proxy.features.consent.redaction import Redaction
@@ -20,6 +21,7 @@ from proxy.features.images import Images, ImageSettings
 from proxy.features.limits import CallLimits
 from proxy.features.limits.settings import LimitSettings
 from proxy.features.pins import PinSettings, PinStep
+from proxy.features.policies.settings import PolicySettings
 from proxy.features.prices import Prices, PriceSettings
 from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
@@ -43,6 +45,7 @@ STEPS: tuple[type[CallStep], ...] = (
     Supports,
     Experts,
     Prices,
+    ArmCalls,
 )
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
@@ -53,7 +56,8 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.exports",
     "proxy.features.labels",
     "proxy.features.forks",
-    "proxy.features.policies",
+    "proxy.features.policies.routes",
+    "proxy.features.rewinds",
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
     "proxy.features.limits.routes",
@@ -71,6 +75,7 @@ class Settings(
     ConsentSettings,
     PinSettings,
     LimitSettings,
+    PolicySettings,
     PriceSettings,
     RetentionSettings,
     FeedbackSettings,
@@ -89,6 +94,7 @@ def served() -> Features:
     from proxy.features.inferred import Inferred
     from proxy.features.outline.outlines import shorten
     from proxy.features.page.beside import Page
+    from proxy.features.policies.names import NamedPolicies
     from proxy.features.retention.deletion import Retention
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
@@ -98,5 +104,5 @@ def served() -> Features:
     from proxy.reload.parts import ReloadParts
     from proxy.services import Features
 
-    beside = (Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers)
+    beside = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers)
     return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), Inferred, shorten)

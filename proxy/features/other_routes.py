@@ -44,7 +44,7 @@ class CountEndpoint(Endpoint):
                 with services.open_body(principal.tenant, principal.root_key_id, headers) as memory:
                     raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
                     call = await self._read(raw, scope)
-                await services.pool.name_policy(call, principal)
+                await services.models.choose(call, principal)
                 identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
                 if has_media(call.messages):
                     await services.take_media(call)

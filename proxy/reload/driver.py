@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 
 from proxy.engines.engine import UNLABELLED, Engine, EngineState
@@ -50,8 +50,6 @@ HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
 OWN_MODEL_SECONDS = 5.0
 """How long a round waits for the digest of an engine's own model; a later round waits for the same read."""
-MAX_EXPORTED = 100
-"""Named policies whose served version is a metric, the oldest ones: each has a label of its own."""
 
 
 class Reloader:
@@ -68,7 +66,7 @@ class Reloader:
         check_engine: Callable[[Engine], Awaitable[None]],
         faults: FaultPoints,
         announce: Callable[[Engine], Awaitable[None]],
-        reserve: Callable[[Engine], Awaitable[None]],
+        confirm: Callable[..., Awaitable[None]],
         files: VersionFiles,
         parts: ReloadParts = CORE,
     ) -> None:
@@ -83,7 +81,7 @@ class Reloader:
         pool.load_adapter = self._loader.load_at_call
 
         def rollout_of(policy_id: int) -> Rollout:
-            return parts.rollout(policy_id, database, self.lease, pool, self._loader, settings, metrics, reserve)
+            return parts.rollout(policy_id, database, self.lease, pool, self._loader, settings, metrics, confirm)
 
         self._rollout_of = rollout_of
         self._default = rollout_of(DEFAULT_POLICY)
@@ -94,6 +92,11 @@ class Reloader:
     @property
     def problem(self) -> str | None:
         return self._default.waits_for or self._default.problem or self._loader.files.problem
+
+    @property
+    def changes(self) -> Mapping[str, Callable[..., Awaitable[None]]]:
+        """What to do when the rollout of another process has told of a change, by its name."""
+        return self._default.changes
 
     async def start(self) -> None:
         """Check the engines once before the first request; `run` waits for those that are absent.
@@ -127,7 +130,6 @@ class Reloader:
 
     async def _follow(self) -> None:
         await self._pool.refresh()
-        self._export()
         self._default.note_round()
         if await self._memory.follow(self._default.state.active):
             return
@@ -161,13 +163,6 @@ class Reloader:
                     log.warning("policy %d could not be brought up to date: %s", policy_id, error)
             if unread is not None:
                 raise unread
-
-    def _export(self) -> None:
-        named = [policy for policy in self._pool.policies.values() if policy.policy_id != DEFAULT_POLICY]
-        for policy in named[:MAX_EXPORTED]:
-            active = self._pool.state(policy.policy_id).active
-            version = 0 if active is None else active.version
-            self._metrics.named_policy_version.labels(policy.tenant, policy.name).set(version)
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""

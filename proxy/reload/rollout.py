@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
@@ -46,8 +46,8 @@ class Rollout:
     loader: Loader
     settings: ProxySettings
     metrics: Metrics
-    reserve: Callable[[Engine], Awaitable[None]]
-    """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
+    confirm: Callable[..., Awaitable[None]]
+    """Tells the proxy's other processes of a change, as `proxy.services.Process.confirm`."""
     problem: str | None = None
     """Why the last version was not loaded; None after one that was."""
     waits_for: str | None = None
@@ -93,10 +93,6 @@ class Rollout:
         """Return the serving engines that the target is loaded into."""
         return self.pool.serving
 
-    def share_kept(self, target: PolicyVersion) -> float:  # noqa: ARG002
-        """Return the share of new sessions that stays on the version which the target replaces."""
-        return 0.0
-
     def is_right(self, engine: Engine) -> bool:
         """Return whether an engine has what this policy's sessions sample with.
 
@@ -104,6 +100,11 @@ class Rollout:
         """
         active = self.state.active
         return active is None or serves(engine, active)
+
+    @property
+    def changes(self) -> Mapping[str, Callable[..., Awaitable[None]]]:
+        """What to do when another process has told of a change with `confirm`, by its name."""
+        return {}
 
     def note_round(self) -> None:
         """Take the start of a round, in each process, after the store was read."""
@@ -180,8 +181,11 @@ class Rollout:
             self.policy_id,
             seconds * 1000,
         )
-        await self.lease.write(serving.activate_version, target.version, seconds, self.share_kept(target))
+        await self.record_served(target, seconds)
         await self.pool.refresh()
+
+    async def record_served(self, target: PolicyVersion, seconds: float) -> None:
+        await self.lease.write(serving.activate_version, target.version, seconds)
 
     def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Return the next step towards the target; None if there is nothing to do now.

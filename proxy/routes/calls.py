@@ -272,7 +272,7 @@ class SampleEndpoint(Endpoint):
         call, digest = await self._read(scope, receive, running)
         reply.call = running.call = call
         call.is_retry = is_marked
-        await services.pool.name_policy(call, principal)
+        await self._choose_policy(call, principal)
         found = {*headers, *(call.body.get("metadata") or ())}
         for marks, step in self._asked:
             if marks is None or not marks.isdisjoint(found):
@@ -298,6 +298,12 @@ class SampleEndpoint(Endpoint):
         running.session_key = live.key
         reply.headers[SESSION] = live.session.session_id
         return None
+
+    async def _choose_policy(self, call: Call, principal: Principal) -> None:
+        call.policy_id, pool = principal.policy_id, self._services.pool
+        is_own = any(engine.model == call.model for engine in pool.engines)
+        if not is_own or len(pool.policies) > 1:  # the name of an engine's model may be a policy's
+            await self._services.models.choose(call, principal)
 
     async def _read(self, scope: Scope, receive: Receive, running: Running) -> tuple[Call, bytes]:
         settings, principal = self._services.settings, running.principal

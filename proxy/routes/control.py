@@ -7,14 +7,11 @@ are rejected like unknown fields.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import difflib
-import functools
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -26,11 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from proxy.auth import DEFAULT_TENANT, Principal, session_deleted
 from proxy.http.asgi import cancelled_when_client_leaves, check_limits, read_body
 from proxy.http.connections import LEFT
-from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
 from turnwise.chains import is_trainable
-from turnwise.errors import FilesNotRead, NotFound
+from turnwise.errors import NotFound
 from turnwise.json_text import dumps, loads
 from turnwise.parts import turn_fields
 from turnwise.sampling import why_not_trained
@@ -39,7 +35,6 @@ from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 from turnwise.types import MAX_REWARD, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
-from turnwise.version_directory import exist_on_disk
 
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"policy_id"}),
@@ -152,36 +147,6 @@ async def with_columns(rows: list[Json], by: str, names: list[Any], services: Se
 async def session_json(session: Session, services: Services) -> Json:
     (shown,) = await sessions_json([session], services)
     return shown
-
-
-async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles, names: Mapping[int, str]) -> list[Json]:
-    """Return policy versions as the API's JSON, with policies' names by number.
-
-    `on_disk` is null where the file system, which `files` reads, does not answer.
-    """
-    by_directory: dict[Path, list[PolicyVersion]] = {}
-    for policy in found:
-        by_directory.setdefault(Path(policy.path).parent, []).append(policy)
-    exist: dict[int, bool | None] = {}
-    for each in await asyncio.gather(*(_on_disk(parent, group, files) for parent, group in by_directory.items())):
-        exist |= each
-    return [
-        {**record_json(policy), "policy": names[policy.policy_id], "on_disk": exist.get(policy.version)}
-        for policy in found
-    ]
-
-
-async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles) -> dict[int, bool | None]:
-    """Return whether the files of versions in one directory exist; not all of them if the file system does not answer.
-
-    Requests share a read that goes on, which may be of other versions: the missing ones are read after it.
-    """
-    read = functools.partial(exist_on_disk, found)
-    exist: dict[int, bool | None] = {}
-    with contextlib.suppress(FilesNotRead):
-        while any(policy.version not in exist for policy in found):
-            exist |= await files.read(("on disk", str(parent)), str(parent), read, seconds=PATIENCE_SECONDS)
-    return exist
 
 
 def turn_json(view: TurnView) -> Json:

@@ -40,9 +40,9 @@ class ModelsEndpoint(Endpoint):
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
             principal = await self._caller(dialect.normalise_headers(headers, query_of(scope)))
             if name is not None:
-                services.pool.find_policy(principal.tenant, name)  # which refuses a name that is not served
+                services.models.check(principal.tenant, name)
             answer = await services.pool.route(principal.key_id).ask("GET", "/v1/models")
-        models = services.pool.listed(answer["data"])
+        models = services.models.listed(answer["data"])
         if name is None:
             shown = dialect.encode_models(models)
         else:

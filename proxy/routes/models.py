@@ -24,14 +24,11 @@ from proxy.routes.control import PUBLIC
 from turnwise import parts
 from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
-from turnwise.store import extensions, keys, policies, updates
+from turnwise.store import extensions, keys
 from turnwise.store import turns as stored_turns
-from turnwise.store.earned import Earned
 from turnwise.types import (
     Json,
     Logprobs,
-    Policy,
-    PolicyVersion,
     Reward,
     Session,
     TokenIds,
@@ -79,14 +76,14 @@ def answer_model(
     kinds, docs = typing.get_type_hints(record), field_docs(record)
     names: Iterable[str] = only or PUBLIC.get(record, tuple(kinds))
     fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in names}
-    return _create(name, Answer, doc or record.__doc__, {**fields, **extra})
+    return create(name, Answer, doc or record.__doc__, {**fields, **extra})
 
 
 def page_model(name: str, row: type, doc: str, **extra: Any) -> type[Answer]:
-    return _create(name, Page, doc, {"data": (list[_json_type(row)], ...), "has_more": (bool, ...), **extra})  # type: ignore[misc]
+    return create(name, Page, doc, {"data": (list[_json_type(row)], ...), "has_more": (bool, ...), **extra})  # type: ignore[misc]
 
 
-def _create(name: str, base: type[Answer], doc: str | None, fields: dict[str, Any]) -> type[Answer]:
+def create(name: str, base: type[Answer], doc: str | None, fields: dict[str, Any]) -> type[Answer]:
     # Pydantic would search the source of each frame of the call stack for docstrings: 20 ms a model, and it has none.
     no_source = {"use_attribute_docstrings": False}
     return create_model(name, __base__=base, __doc__=doc, __cls_kwargs__=no_source, **fields)
@@ -174,73 +171,12 @@ TurnAnswer = answer_model(
         "Its own reward lines and those of its step, in order of arrival.",
     ),
 )
-PolicyAnswer = answer_model(
-    "PolicyAnswer",
-    PolicyVersion,
-    "A version of a policy.",
-    policy=field(str, "The name of its policy."),
-    path=field(
-        str | None,
-        "The directory of its files, or the name of a public model; null for a version of the default policy where the "
-        "caller's tenant may not publish a directory.",
-    ),
-    on_disk=field(
-        bool | None,
-        "Whether its files exist, as far as the proxy sees; null for the name of a public model, "
-        "and where the file system does not answer.",
-    ),
-)
-ListedVersion = _create(
-    "ListedVersion",
-    PolicyAnswer,
-    "A version of a policy in a list.",
-    {
-        "earned": (
-            model_of(Earned) | None,
-            Field(default=None, description="What the tenant's newest finished sessions earned, with `earned=true`."),
-        )
-    },
-)
-NamedPolicy = answer_model("NamedPolicy", Policy, "A policy: the default one, or one that a tenant created.")
-ListedPolicy = answer_model(
-    "ListedPolicy",
-    Policy,
-    "A policy in a list.",
-    summary=(
-        answer_model("PolicySummary", policies.PolicySummary, **columns("policy")) | None,
-        Field(default=None, description="What it holds, with `summary=true`."),
-    ),
-)
-ActivationAnswer = _create(
-    "ActivationAnswer",
-    PolicyAnswer,
-    "A version that was chosen to be served.",
-    {
-        "is_served": field(bool, "Whether engines serve it already; else they load it now."),
-        "pinned_version": field(int | None, "The version that stays served whatever is published; or null."),
-    },
-)
 ChainRole = answer_model("ChainRole", sessions.ChainRole)
 ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(
     "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
 )
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
-PolicyPage = page_model(
-    "PolicyPage",
-    ListedVersion,
-    "Some policy versions.",
-    pinned_version=field(int | None, "The version that a person pinned the policy to; null follows the newest."),
-    key_policy=field(str, "The policy that new sessions of the caller's key sample with."),
-    policies=field(
-        list[ListedPolicy],  # type: ignore[valid-type]
-        "The default policy and the tenant's own ones.",
-    ),
-    trained_shares=field(
-        list[updates.TrainedShare], "With `summary=true`, what was trained of the newest 200 sessions; else empty."
-    ),
-)
-
 
 ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", **columns("key"))
 KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")

@@ -22,7 +22,8 @@ from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
 
-from turnwise.store import keys, policies, rows, schema, trainer_reports
+from turnwise.features import policies
+from turnwise.store import keys, rows, schema, trainer_reports
 from turnwise.store.database import Database
 from turnwise.store.trainer_reports import TrainerStatus
 from turnwise.store.versions import publish_next

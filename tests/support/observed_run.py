@@ -14,8 +14,9 @@ from support.proxies import RunningProxy
 from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.script import Reply, Rule
 
+from turnwise.features import rewinds
 from turnwise.features.page import activity
-from turnwise.store import claims, schema, serving, versions
+from turnwise.store import claims, schema, versions
 from turnwise.store.database import Database
 from turnwise.store.turns import read_turns
 from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord, utc_now
@@ -131,7 +132,7 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         versions.publish_version(connection, version)
         # Nobody makes the files of these versions, so engines stay on version 0.
         versions.publish_version(connection, PolicyVersion(version=0, path="fake"))
-        serving.pin_policy(connection, 0)
+        rewinds.pin_policy(connection, 0)
         connection.execute(
             sa.update(schema.policy_versions)
             .where(schema.policy_versions.c.version == number)

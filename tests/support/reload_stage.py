@@ -24,7 +24,7 @@ from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable
-from turnwise.store import serving
+from turnwise.features import rewinds
 from turnwise.store.database import Database
 from turnwise.store.versions import list_versions, publish_version
 from turnwise.types import PolicyKind, PolicyVersion, Session
@@ -52,7 +52,7 @@ class Process:
             check_engine=self._probe,
             faults=FaultPoints(),
             announce=self._announce,
-            reserve=self._reserve,
+            confirm=self._confirm,
             files=VersionFiles(self.reading),
             parts=parts or served().reload,
         )
@@ -65,11 +65,10 @@ class Process:
         for other in self.others:
             other.pool.note_label(engine.url, str(engine.loaded_version))
 
-    async def _reserve(self, engine: Engine) -> None:
+    async def _confirm(self, seconds: float, change: str, *of: str) -> None:
+        assert seconds > 0
         for other in self.others:
-            reserved = other.pool.engine_at(engine.url)
-            assert reserved is not None
-            await other.pool.drain(reserved, 10)
+            await other.reloader.changes[change](*of)
 
     async def follow(self) -> None:
         await self.reloader._follow()
@@ -143,7 +142,7 @@ class Stage:
 
     def pin(self, version: int | None) -> None:
         with self.database.write() as connection:
-            serving.pin_policy(connection, version)
+            rewinds.pin_policy(connection, version)
 
     def statuses(self) -> list[str]:
         with self.database.read() as connection:

@@ -27,8 +27,10 @@ from turnwise.features import (
     inferred,
     labels,
     limits,
+    policies,
     records,
     retention,
+    rewinds,
     sentinels,
     transfers,
 )
@@ -49,7 +51,6 @@ from turnwise.store import (
     groups,
     keys,
     leases,
-    policies,
     rewards,
     rows,
     schema,
@@ -62,6 +63,7 @@ from turnwise.store import (
     versions,
 )
 from turnwise.store.earned import earned_by_version
+from turnwise.store.policies import names_of_policies
 from turnwise.store.selection import SessionFilter
 from turnwise.store.trainer_reports import TrainerStatus
 from turnwise.types import (
@@ -172,14 +174,14 @@ def _named_policies(conn: sa.Connection) -> None:
         policies.create_policy(conn, "t", f"of-{base[:3]}", base)
     policies.find_version(conn, "t", f"support@{adapter.version}")
     serving.activate_version(conn, adapter.version)
-    versions.alarmed_versions(conn, serving.serving_state(conn, support.policy_id).active)
+    sentinels.alarmed_versions(conn, serving.serving_state(conn, support.policy_id).active)
     policies.find_version(conn, "t", "support")
     policies.policy_of_tenant(conn, "t", adapter)
     versions.list_versions(conn, policy_ids=[support.policy_id])
     keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key", policy="support")
     policies.find_policy(conn, "t", "support")
     policies.list_policies(conn, "t")
-    policies.names_of_policies(conn)
+    names_of_policies(conn)
     for is_archived in (True, False):
         policies.archive_policy(conn, "t", "support", is_archived=is_archived, max_policies=9)
     policies.trained_tokens_since(conn, "t", NOW)
@@ -188,7 +190,7 @@ def _named_policies(conn: sa.Connection) -> None:
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
     policies.create_policy(conn, "t", "brought", adapter="/adapter")
     with contextlib.suppress(Conflict):
-        serving.check_files_exist(opened(conn), PolicyVersion(version=1, path="/no/model"))
+        rewinds.check_files_exist(opened(conn), PolicyVersion(version=1, path="/no/model"))
     retention.finish(opened(conn), retention.Deleted(policy_versions=(0,)))
     policies.delete_policies(conn, "t")
 
@@ -203,22 +205,22 @@ def _lease(conn: sa.Connection) -> None:
 
 def _pins(conn: sa.Connection) -> None:
     versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
-    serving.choose_version(conn, 1, pin=False)
+    rewinds.choose_version(conn, 1, pin=False)
     serving.serving_state(conn)
     versions.change_version(conn, 1, alarm="an alarm")
-    serving.choose_version(conn, 1, pin=True)
-    serving.choose_version(conn, 2, pin=False)
+    rewinds.choose_version(conn, 1, pin=True)
+    rewinds.choose_version(conn, 2, pin=False)
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3))
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
     transfers.fail_unwritten(conn, after=2)
-    serving.choose_version(conn, 3, pin=True)
+    rewinds.choose_version(conn, 3, pin=True)
     versions.reserve_numbers(conn, 1_000)
 
 
 def _versions(conn: sa.Connection) -> None:
-    serving.try_version(conn, 1, None)
-    serving.try_version(conn, 1, 0.5)
-    versions.record_arms(conn, 1, {})
+    arms.try_version(conn, 1, None)
+    arms.try_version(conn, 1, 0.5)
+    arms.record_arms(conn, 1, {})
     serving.reconsider_version(conn, 1)
     serving.fail_version(conn, 1, "an error", {"engine_answer": {}})
     versions.add_metrics(conn, 1, {"eval": {"reward_mean": 1.0}})
@@ -227,7 +229,7 @@ def _versions(conn: sa.Connection) -> None:
 def _holdout(conn: sa.Connection) -> None:
     versions.publish_version(conn, PolicyVersion(version=9, path="newer"))
     for version in (1, 9, 1):
-        serving.activate_version(conn, version, None, 0.5)
+        arms.activate_version(conn, version, None, 0.5)
 
 
 def _keys(conn: sa.Connection) -> None:
@@ -243,6 +245,8 @@ def _keys(conn: sa.Connection) -> None:
     limits.used_by_key(conn, "t", key_id, since_day=1)
     limits.used_by_key(conn, "t", since_day=1)
     limits.TOKENS_USED.read(conn, "key", "t", None)
+    keys.local_key(conn, keys.local_key(conn, key))
+    keys.has_local_key(conn)
 
 
 def _consent(conn: sa.Connection) -> None:
@@ -285,6 +289,16 @@ def _feedback(conn: sa.Connection, text: str) -> None:
     _, path = turns.turns_to(conn, "t-s-t2", "t")
     member = feedback.sampled(path, edit, _session("s"), 0, 1)
     feedback.add(conn, edit, group=[feedback.written(member, text, np.array([1], np.int32))])
+
+
+def _withdrawn_feedback(conn: sa.Connection) -> None:
+    """Take back an edited reply, and the thumb that was the one reward of a session that is over."""
+    _feedback(conn, "Rome")
+    edit = Feedback(session_id="s", tenant="t", turn_id="t-s-t2", kind=FeedbackKind.DEMONSTRATION, content={})
+    feedback.withdraw(conn, edit)
+    thumb = Feedback(session_id="unrewarded", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
+    feedback.add(conn, thumb, reward=1.0)
+    feedback.withdraw(conn, thumb, retrain=True)
 
 
 def changed(conn: sa.Connection, change: groups.Change) -> list[str]:
@@ -369,6 +383,7 @@ OF_TENANT: dict[str, Ask] = {
     "a chain's role": lambda c: turns.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
     "rewards": _rewards,
     "feedback": lambda c: (_feedback(c, "Rome"), _feedback(c, "Oslo"), feedback.feedback_of(c, "t", "s")),
+    "feedback that is taken back": _withdrawn_feedback,
     "a session with feedback that is deleted": lambda c: (_feedback(c, "Rome"), retention.delete_session(c, "t", "s")),
     "a label": lambda c: labels.set_label(c, "t", "s", Label(label="golden")),
     "a removed label": lambda c: labels.remove_label(c, "t", "over", "golden"),
@@ -440,7 +455,7 @@ OF_ALL: dict[str, Ask] = {
     "open sessions with a reward": claims.num_open_with_reward,
     "a claim": lambda c: claim(c, min_policy_version=-1),
     "a claim with imports": lambda c: claim(c, with_imported=True),
-    "a drop of undone versions": lambda c: changed(c, claims.undone(c, range(1, 2))),
+    "a drop of undone versions": lambda c: changed(c, claims.drop_sampled_by(c, range(1, 2))),
     "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
     "a released claim": lambda c: claims.release(opened(c), claim(c)),
     "a released claim of deleted groups": _release_deleted,
@@ -452,7 +467,7 @@ OF_ALL: dict[str, Ask] = {
     "a hold-out's arms": lambda c: arms.held_out_arms(c, PolicyVersion(version=0, path="v0")),
     "policies": lambda c: (versions.list_versions(c), versions.list_versions(c, after=1, max_bytes=1)),
     "served policies": serving.serving_states,
-    "failed policies": lambda c: (versions.failed_versions(c, [1]), versions.refused_in_a_row(c, 3)),
+    "failed policies": lambda c: (rewinds.failed_versions(c, [1]), rewinds.refused_in_a_row(c, 3)),
     "pins": _pins,
     "named policies": _named_policies,
     "the base model": _base,
@@ -513,7 +528,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "counts of the store": overview.count_rows,
     "all updates": lambda c: updates.updates_after(c, -1, None),
     "summaries of policies": policies.summarise_policies,
-    "versions on disk": lambda c: versions.measured_versions(c, 0),
+    "versions on disk": lambda c: policies.measured_versions(c, 0),
 }
 """Calls of commands that read everything, by their purpose."""
 

@@ -12,14 +12,14 @@ from support.tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
 from trainer.features import FEATURES, Settings
-from trainer.policies import Policies
+from trainer.features.policies import Policies
 from trainer.train import Features
 from trainer.workflows import OffPolicyWorkflow, OnPolicyWorkflow
 from turnwise.chains import IMPORTED
+from turnwise.features.policies import create_policy
 from turnwise.features.supports import SUPPORT, pack
 from turnwise.store import sessions
 from turnwise.store.database import Database
-from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
 from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn

@@ -14,7 +14,8 @@ from support.ledger_samples import make_turn
 from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
-from turnwise.store import earned, policies, rewards, serving, sessions, versions
+from turnwise.features import policies
+from turnwise.store import earned, rewards, serving, sessions, versions
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyKind, PolicyVersion, Reward, Session
 

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from typing import Any, ClassVar
 
 from trainer.batch.chain import Chain
-from trainer.claims.holds import Hold, Rewind, own
+from trainer.claims.holds import Detour, Hold, own
 from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgress, StopFlag, UpdateIds, outlast
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
@@ -67,15 +67,15 @@ class Claims(Ledger):
         self._with_imported = self.may_imitate and not settings.algorithm.needs_behaviour
         self._wait: Wait | None = None
         self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
-        self._holds = [hold(self) for hold in holds if hold.is_on(settings)]
-        self._watching, self._changing = own(self._holds, Hold.watch), own(self._holds, Hold.changes)
+        self.holds = [hold(self) for hold in holds if hold.is_on(settings)]
+        self._watching, self._changing = own(self.holds, Hold.watch), own(self.holds, Hold.changes)
 
     def next(
         self,
         at: RunProgress,
         seconds: float | None = None,
         kept: Kept = NOTHING,  # noqa: ARG002  for subclasses
-    ) -> ClaimedBatch | Rewind | None:
+    ) -> ClaimedBatch | Detour | None:
         """Wait until a batch is ready and claim it; None after `stop` or a number of seconds.
 
         `seconds` None waits without an end, and 0 looks once. The next call goes on with the same wait. `kept` is what
@@ -91,7 +91,7 @@ class Claims(Ledger):
             wait = self._wait = self._wait or Wait(self.settings, self.report_status, is_first=is_first)
             supply = self._supply(at)
             held = why_held(supply, at, self.settings)
-            if isinstance(held, Rewind):
+            if isinstance(held, Detour):
                 self._wait = None
                 return held
             self._is_blocked = supply.needs_person
@@ -186,7 +186,7 @@ class Claims(Ledger):
                 watch()
             with self.db.read() as conn:
                 state = serving.serving_state(conn, self.policy_id)
-                return self._asked(conn, state, supply, at, self._holds)
+                return self._asked(conn, state, supply, at, self.holds)
         except StoreUnavailable as error:
             if error.is_permanent:
                 raise
@@ -206,7 +206,7 @@ class Claims(Ledger):
         )
         if supply.num_filled(self.settings) < smallest_batch(self.settings):
             supply = dataclasses.replace(supply, num_open=claims.num_open_with_reward(conn, of))
-            return self._asked(conn, state, supply, at, [hold for hold in self._holds if not hold.needs_batch])
+            return self._asked(conn, state, supply, at, [hold for hold in self.holds if not hold.needs_batch])
         return supply
 
     @staticmethod
@@ -239,16 +239,16 @@ class Supply:
     """Sessions that have a reward and are not over, read while a batch lacks groups."""
     oldest_in_flight: int | None = None
     """The oldest version that sampled a turn of an open group; None without one."""
-    held: str | Rewind | None = None
-    """Why a feature holds the training, or to which version it goes back first."""
+    held: str | Detour | None = None
+    """Why a feature holds the training, or what is to be done first."""
     needs_person: bool = False
 
     def num_filled(self, settings: TrainerSettings) -> int:
         return self.num_ready + self.num_singles // settings.singles_per_group
 
 
-def why_held(supply: Supply, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:
-    """Return why no batch may be claimed now, None where one may, or the version to go back to."""
+def why_held(supply: Supply, at: RunProgress, settings: TrainerSettings) -> str | Detour | None:
+    """Return why no batch may be claimed now, None where one may, or what is to be done first."""
     if supply.held is not None:
         return supply.held
     bound, oldest = most_ahead(settings), supply.oldest_in_flight

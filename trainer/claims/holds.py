@@ -7,7 +7,6 @@ Features derive from `Hold` or `Beside`, and are asked in order.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
@@ -27,12 +26,12 @@ Given = TypeVar("Given")
 """The feature's own part of the settings, which are the sum of all."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rewind:
-    """The request to go on from another version's weights."""
+class Detour:
+    """What the training does first, in place of a batch; every process does it."""
 
-    version: int
-    reason: str
+    def taken(self, training: Any, state: Any) -> Any:
+        """Return the state of the training to go on from."""
+        raise NotImplementedError
 
 
 def own(parts: Sequence[Any], method: Callable[..., Any]) -> list[Any]:
@@ -64,8 +63,12 @@ class Hold(Generic[Given]):
     def watch(self) -> None:
         """Look at the store beside the reads of a poll, now and then, before a batch is claimed; may write to it."""
 
-    def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | Rewind | None:  # noqa: ARG002
-        """Return why no batch may be claimed now, None where one may, or the version to go back to."""
+    def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | Detour | None:  # noqa: ARG002
+        """Return why no batch may be claimed now, None where one may, or what is to be done first."""
+        return None
+
+    def why_failed(self, state: ServingState, came_from: Sequence[int]) -> str | None:  # noqa: ARG002
+        """Return why a version whose weights come from these fails at once, in the transaction that publishes it."""
         return None
 
 

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
 from trainer.batch.chain import Chain, chain_of
+from trainer.claims.holds import Hold
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.chains import Experience
@@ -237,6 +238,7 @@ class Ledger:
         """Whether no other policy of this process uses the store and the flag."""
         self._update_ids = update_ids or UpdateIds()
         self._terms = terms
+        self.holds: Sequence[Hold[Any]] = ()
         self._leases: dict[claims.Claim, Renewal] = {}
         self._signs: Renewal | None = None
         self._has_failed = False
@@ -339,7 +341,7 @@ class Ledger:
     def pinned_version(self) -> int | None:
         """Return the pinned version; None for one that is served until the next version."""
         state = self.read(lambda conn: serving.serving_state(conn, self.policy_id))
-        return None if state.undone else state.pinned_version
+        return None if state.choice else state.pinned_version
 
     def first_version(self) -> PolicyVersion | None:
         version = None if self.policy is None else self.policy.base_version
@@ -376,7 +378,7 @@ class Ledger:
     def publish(self, policy: PolicyVersion, came_from: Sequence[int] = ()) -> None:
         """Announce a version, or that its files are written; its groups stay claimed until `ack`.
 
-        It is stored as failed if a person undid one of the versions that its weights came from while it was trained.
+        It is stored as failed where a hold says so of the versions that its weights came from.
 
         Raises:
             Conflict: Another trainer trains the same policy.
@@ -384,9 +386,9 @@ class Ledger:
 
         def publish(conn: Connection) -> None:
             updates.check_lineage(conn, self._versions, self.policy_id)
-            undone = serving.serving_state(conn, self.policy_id).undone
-            error = versions.UNDONE if any(version in undone for version in came_from) else None
-            versions.publish_version(conn, dataclasses.replace(policy, error=policy.error or error))
+            state = serving.serving_state(conn, self.policy_id)
+            errors = (policy.error, *(hold.why_failed(state, came_from) for hold in self.holds))
+            versions.publish_version(conn, dataclasses.replace(policy, error=next(filter(None, errors), None)))
 
         with self._failing_versions():
             self.write(publish)

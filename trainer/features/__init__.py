@@ -8,7 +8,7 @@ from trainer.features.experts import Experts, ExpertSettings
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
 from trainer.features.memory import MemorySettings, SavingAgent
-from trainer.features.quotas import Quotas, QuotaSettings
+from trainer.features.policies import Quotas, QuotaSettings
 from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
 from trainer.features.replay import ReplayClaims, ReplaySettings
 from trainer.features.rewinds import Refusals, Rewinds, RewindSettings

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from trainer.batch.chain import Chain
 from trainer.claims.claims import Claims
-from trainer.claims.holds import Rewind
+from trainer.claims.holds import Detour
 from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgress
 from trainer.settings import TrainerSettings
 from turnwise.settings import Settings
@@ -148,9 +148,9 @@ class ReplayClaims(Claims):
         super().__init__(db, settings, **of_claims)
         self.buffer = ReplayBuffer(self, settings)
 
-    def next(self, at: RunProgress, seconds: float | None = None, kept: Kept = NOTHING) -> ClaimedBatch | Rewind | None:
+    def next(self, at: RunProgress, seconds: float | None = None, kept: Kept = NOTHING) -> ClaimedBatch | Detour | None:
         claimed = super().next(at, seconds)
-        if claimed is None or isinstance(claimed, Rewind):
+        if claimed is None or isinstance(claimed, Detour):
             return claimed
         buffer = self.buffer.add(read_buffer(kept), claimed)
         if not self.buffer.can_sample(buffer):

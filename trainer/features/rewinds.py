@@ -6,17 +6,25 @@ A version that a person pinned samples everything, so a training that is far ahe
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import Literal
 
 from trainer.claims.claims import most_ahead
-from trainer.claims.holds import Hold, Rewind
+from trainer.claims.holds import Detour, Hold
 from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
+from trainer.train import Training
+from trainer.versions.state import State
+from turnwise.errors import BadCheckpoint
+from turnwise.features import rewinds
 from turnwise.settings import Settings
-from turnwise.store import claims, versions
+from turnwise.store import claims
 from turnwise.store.database import Connection
 from turnwise.store.groups import Change
 from turnwise.store.serving import ServingState
+
+log = logging.getLogger(__name__)
 
 MOST_REFUSED = 3
 """Versions in a row that engines refuse before the training waits for a person."""
@@ -39,13 +47,38 @@ class Refusals(Hold[TrainerSettings]):
     needs_person = True
 
     def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | None:  # noqa: ARG002
-        refused = versions.refused_in_a_row(conn, MOST_REFUSED, self._ledger.policy_id)
+        refused = rewinds.refused_in_a_row(conn, MOST_REFUSED, self._ledger.policy_id)
         if not refused:
             return None
         return (
             f"engines refused the last {len(refused)} versions, so training waits: {refused[0].error}. Mend "
             f"the cause, then load one again: turnwise policies activate {refused[0].version}"
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind(Detour):
+    """The request to go on from another version's weights; the counts of the run go on."""
+
+    version: int
+    reason: str
+
+    def taken(self, training: Training, state: State) -> State:
+        """Return the state of the version; without a state of that very version, of the newest one before it."""
+        training.commits.finish_writing()  # the state to go back to may be among what is written now
+        states, world, progress = training.states, training.learner.world, state.progress
+        known = [*(version for version in progress.recent_versions if version < self.version), self.version]
+        version = world.from_first(lambda: states.newest_with_state(known, self.version))
+        try:
+            older = states.of_version(version, training.settings.seed)
+        except BadCheckpoint as error:
+            log.error("%s, and version %d cannot be trained from: %s", self.reason, version, error)  # noqa: TRY400
+            return state.with_progress(rewound_to=self.version)
+        log.warning("%s: going back to version %d from version %d", self.reason, version, progress.policy_version)
+        recent = older.progress.recent_versions
+        older = dataclasses.replace(older, progress=progress, kept=state.kept, singles=state.singles)
+        training.commits.go_back(version)
+        return older.with_progress(policy_version=version, recent_versions=recent, rewound_to=self.version)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +96,18 @@ class Rewinds(Hold[TrainerSettings]):
 
     def changes(self, conn: Connection, state: ServingState) -> list[Change]:
         of, held = self._ledger.policy_id, self._ledger.held_groups
-        return [claims.undone(conn, state.undone, of, held=held)] if state.undone else []
+        undone = rewinds.undone(state)
+        return [claims.drop_sampled_by(conn, undone, of, held=held)] if undone else []
+
+    def why_failed(self, state: ServingState, came_from: Sequence[int]) -> str | None:
+        undone = rewinds.undone(state)
+        return rewinds.UNDONE if any(version in undone for version in came_from) else None
 
     def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | Rewind | None:
-        failed = versions.failed_versions(conn, at.recent_versions)
+        failed = rewinds.failed_versions(conn, at.recent_versions)
         pinned = state.pinned_version if self._ledger.is_paced else None
-        return why_held(GivenUp(pinned=pinned, failed=failed, undone=state.undone), at, self._settings)
+        given_up = GivenUp(pinned=pinned, failed=failed, undone=rewinds.undone(state))
+        return why_held(given_up, at, self._settings)
 
 
 def why_held(given_up: GivenUp, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:

@@ -22,6 +22,7 @@ from pydantic import Field
 from trainer.claims.holds import Hold
 from trainer.claims.ledger import Ledger, RunProgress
 from turnwise.features import sentinels
+from turnwise.features.arms import holdout_of
 from turnwise.settings import FromJson, Settings
 from turnwise.store import claims, serving, versions
 from turnwise.store.database import Connection
@@ -83,8 +84,8 @@ class Sentinels(Hold[SentinelSettings]):
         self._watched_at = -math.inf
 
     def changes(self, conn: Connection, state: ServingState) -> list[Change]:
-        alarmed, of = versions.alarmed_versions(conn, state.active), self._ledger.policy_id
-        return [claims.undone(conn, alarmed, of, held=self._ledger.held_groups)] if alarmed else []
+        alarmed, of = sentinels.alarmed_versions(conn, state.active), self._ledger.policy_id
+        return [claims.drop_sampled_by(conn, alarmed, of, held=self._ledger.held_groups)] if alarmed else []
 
     def watch(self) -> None:
         """Compare the sentinels, and store the alarm with the version where it changed."""
@@ -126,7 +127,7 @@ class Alarm:
 def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = DEFAULT_POLICY) -> str | None:
     """Return why no further version of a policy may be made, None if no sentinel is beyond its bound."""
     state = serving.serving_state(conn, policy_id)
-    active, holdout = state.active, state.holdout
+    active, holdout = state.active, holdout_of(state)
     if not bounds or active is None:
         return None
     now = [

@@ -1,4 +1,4 @@
-"""What training starts from: a new run, a restart (which settings may change), or a version after a roll-back or a pin.
+"""What training starts from: a new run, or a restart, after which some settings may have changed.
 
 A checkpoint holds the settings that it was trained under. Most may change on a restart, and are logged; a few are
 refused. The optimizer's settings are the current ones, never those of its saved state.
@@ -6,7 +6,6 @@ refused. The optimizer's settings are the current ones, never those of its saved
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from trainer.claims.holds import Rewind
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.critic import Critic
@@ -74,27 +72,6 @@ class States:
         return self._new(seed, with_weights=False).restored(
             saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, group)
         )
-
-    def rewound(self, state: State, to: Rewind) -> State:
-        """Return the state to go on from an older version's weights; the counts of the run go on.
-
-        Without a state of that very version, the newest state before it is taken.
-        """
-        known = [version for version in state.progress.recent_versions if version < to.version]
-        version = self._learner.world.from_first(lambda: self._newest_with_state([*known, to.version], to.version))
-        try:
-            older = self.of_version(version, self._settings.seed)
-        except BadCheckpoint as error:
-            log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
-            return state.with_progress(rewound_to=to.version)
-        log.warning("%s: going back to version %d from version %d", to.reason, version, state.progress.policy_version)
-        progress = dataclasses.replace(
-            state.progress,
-            policy_version=version,
-            recent_versions=older.progress.recent_versions,
-            rewound_to=to.version,
-        )
-        return dataclasses.replace(older, progress=progress, kept=state.kept, singles=state.singles)
 
     def with_missed(self, state: State, ledger: Ledger) -> State:
         """Return the state with the batches after it that made no version.
@@ -156,7 +133,7 @@ class States:
             raise found
         return found
 
-    def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
+    def newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
         held = [one for one in known if one == self.first_version or self._checkpoints.has_state(one)]
         return max(held, default=otherwise)
 

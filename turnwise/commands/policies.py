@@ -98,15 +98,16 @@ def list_named(place: DataPlace, *, as_json: bool) -> None:
 
 
 def _summaries(place: DataPlace) -> list[Json]:
-    from turnwise.store import extensions, versions
+    from turnwise.features import policies as named_policies
+    from turnwise.store import extensions
     from turnwise.store import policies as stored_policies
 
     with place.store() as store:
         with store.read() as conn:
             columns = extensions.read_columns(conn, "policy", None)
             named = stored_policies.list_policies(conn)
-            held = stored_policies.summarise_policies(conn)
-            measured = {number: versions.measured_versions(conn, number) for number in held}
+            held = named_policies.summarise_policies(conn)
+            measured = {number: named_policies.measured_versions(conn, number) for number in held}
         sizes = sizes_on_disk(measured)
     summaries = {
         number: columns.add(values_of(each) | {"num_bytes": sizes[number]}, number) for number, each in held.items()
@@ -122,10 +123,10 @@ def _summaries(place: DataPlace) -> list[Json]:
 @database_option
 def export(policy: str, directory: Path, tenant: str | None, database: str | None, *, is_merged: bool) -> None:
     """Copy the served or the named version of a policy to a new directory: an adapter that PEFT and vLLM load."""
-    from turnwise.store import policies as stored_policies
+    from turnwise.features import policies as named_policies
 
     with opened(database_url(database), creates=False) as store, store.read() as conn:
-        version = stored_policies.find_version(conn, tenant or "default", policy)
+        version = named_policies.find_version(conn, tenant or "default", policy)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{str(directory)!r} is not empty: name a new directory")
     try:
@@ -190,14 +191,15 @@ def create(
 
 
 def _create(place: DataPlace, tenant: str, name: str, base: str, adapter: Path | None) -> tuple[Json, bool]:
-    from turnwise.store import policies as stored_policies
+
+    from turnwise.features import policies as named_policies
 
     with place.store(creates=True) as store:
         if adapter is not None:
             _check_adapter(store, adapter)
         with store.write() as conn:
             directory = None if adapter is None else str(adapter.resolve())
-            policy, is_new = stored_policies.create_policy(conn, tenant, name, base, adapter=directory)
+            policy, is_new = named_policies.create_policy(conn, tenant, name, base, adapter=directory)
     return values_of(policy), is_new
 
 
@@ -234,15 +236,16 @@ def unarchive(name: str, tenant: str | None, place: DataPlace) -> None:
 
 
 def _archive(name: str, tenant: str | None, place: DataPlace, *, is_archived: bool) -> None:
+    from turnwise.features import policies as named_policies
+
     with place.client() as client:
         if client is not None:
             refuse_tenant(tenant)
             client.archive_policy(name, archived=is_archived)
             return
-    from turnwise.store import policies as stored_policies
 
     with place.store() as store, store.write() as conn:
-        stored_policies.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
+        named_policies.archive_policy(conn, tenant or "default", name, is_archived=is_archived)
 
 
 @policies.command("activate")
@@ -261,14 +264,15 @@ def activate(version: int, place: DataPlace, *, as_json: bool) -> None:
 
 
 def _pin(place: DataPlace, version: int) -> Json:
-    from turnwise.store import serving, versions
+    from turnwise.features import rewinds
+    from turnwise.store import versions
 
     with place.store() as store:
         with store.read() as conn:
             policy = versions.get_version(conn, version)
-        serving.check_files_exist(store, policy)
+        rewinds.check_files_exist(store, policy)
         with store.write() as conn:
-            pinned: Json = values_of(serving.choose_version(conn, version, pin=True))
+            pinned: Json = values_of(rewinds.choose_version(conn, version, pin=True))
     return pinned
 
 
@@ -294,12 +298,13 @@ def follow(policy: str, tenant: str | None, place: DataPlace, *, as_json: bool) 
 
 
 def _unpin(place: DataPlace, tenant: str, policy: str) -> int | None:
+    from turnwise.features import rewinds
     from turnwise.store import policies as stored_policies
     from turnwise.store import serving
 
     with place.store() as store, store.write() as conn:
         policy_id = stored_policies.find_policy(conn, tenant, policy).policy_id
-        serving.pin_policy(conn, None, policy_id=policy_id)
+        rewinds.pin_policy(conn, None, policy_id=policy_id)
         newest = serving.serving_state(conn, policy_id).newest
     return None if newest is None else newest.version
 

@@ -4,7 +4,19 @@ The store knows none of them. A process imports this package at its top, before 
 """
 
 from turnwise import parts
-from turnwise.features import arms, consent, experts, feedback, images, labels, limits, prices, supports, transfers  # noqa: F401
+from turnwise.features import (  # noqa: F401
+    arms,
+    consent,
+    experts,
+    feedback,
+    images,
+    labels,
+    limits,
+    policies,
+    prices,
+    supports,
+    transfers,
+)
 from turnwise.features.page import activity  # noqa: F401  its table is declared there
 from turnwise.store import extensions
 
@@ -15,6 +27,7 @@ EXTENSIONS: tuple[extensions.Extension, ...] = (
     images.EXTENSION,
     labels.EXTENSION,
     limits.EXTENSION,
+    policies.EXTENSION,
     prices.EXTENSION,
 )
 PARTS: tuple[parts.Part, ...] = (supports.Supports(), images.Images(), experts.Experts(), feedback.Hints())

@@ -18,13 +18,16 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.store import serving
 from turnwise.store.earned import Compared, compared
 from turnwise.store.extensions import Extension
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import policy_versions, sessions
 from turnwise.store.selection import takes
+from turnwise.store.serving import ServingState
 from turnwise.store.statements import execute
-from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Json, PolicyStatus, PolicyVersion, Session, Split
+from turnwise.store.versions import change_version, get_version
+from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Json, PolicyStatus, PolicyVersion, Session, Split, utc_now
 
 _RUNNING = (
     "SELECT policy_id, version, arm_share, status FROM policy_versions "  # noqa: S608  constants
@@ -75,6 +78,54 @@ def _assigned(session: Session, arms: Sequence[Sequence[Any]]) -> Session:
         if session.split is Split.TRAIN and session.group_id is None and session.group_size is None:
             return dataclasses.replace(session, arm=version, split=Split.EVAL, explores=None)
     return session
+
+
+def canary_of(state: ServingState) -> PolicyVersion | None:
+    return state.beside.get(PolicyStatus.CANARY)
+
+
+def holdout_of(state: ServingState) -> PolicyVersion | None:
+    return state.beside.get(PolicyStatus.HOLDOUT)
+
+
+def try_version(conn: sa.Connection, version: int, share: float | None) -> PolicyVersion:
+    """Record that this share of the sessions that are created from now on samples with this version as a canary.
+
+    Without a share engines may load it, and no session samples with it yet.
+    """
+    began_at = None if share is None else utc_now()
+    return change_version(
+        conn, version, status=PolicyStatus.CANARY, error=None, arms=None, activated_at=began_at, arm_share=share
+    )
+
+
+def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
+    change_version(conn, version, arms=arms)
+
+
+def activate_version(
+    conn: sa.Connection, version: int, reload_seconds: float | None = None, holdout_share: float = 0.0
+) -> PolicyVersion:
+    """Record that engines serve this version now, and retire its policy's previous one, or make it the hold-out.
+
+    A hold-out stays until a version is served that is not newer; without one, the previous version keeps this share
+    of new sessions. `reload_seconds` is how long engines paused.
+    """
+    state = serving.serving_state(conn, get_version(conn, version).policy_id)
+    previous, holdout = state.active, holdout_of(state)
+    if holdout is not None and holdout.version >= version:
+        end_holdout(conn, holdout.version)
+        holdout = None
+    activated = serving.activate_version(conn, version, reload_seconds)
+    if holdout_share > 0 and holdout is None and previous is not None and previous.version < version:
+        change_version(conn, previous.version, status=PolicyStatus.HOLDOUT, arm_share=holdout_share)
+    return activated
+
+
+def end_holdout(conn: sa.Connection, version: int) -> None:
+    """Let new sessions sample with the served version instead of this hold-out; other versions do not change."""
+    is_held = policy_versions.c.status == PolicyStatus.HOLDOUT.value
+    change_version(conn, version, is_held, status=PolicyStatus.RETIRED)
 
 
 def arms_since(

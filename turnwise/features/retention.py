@@ -15,11 +15,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from turnwise.features.policies import bases_since, delete_policies
 from turnwise.store import extensions
 from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
-from turnwise.store.policies import bases_since, delete_policies
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import (
     DELETED,

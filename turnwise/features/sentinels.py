@@ -9,9 +9,9 @@ import sqlalchemy as sa
 
 from turnwise.store.experiences import MAY_BE_TRAINED
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import sessions
+from turnwise.store.schema import policy_versions, sessions
 from turnwise.store.turns import turns_of
-from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, SessionStatus, Split, Turn
+from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, PolicyVersion, SessionStatus, Split, Turn
 
 _OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 
@@ -55,6 +55,19 @@ def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> l
     is_held_out = sessions.c.split == Split.EVAL.value, sessions.c.arm == version
     found = sa.select(sessions).where(*is_held_out, is_over, MAY_BE_TRAINED)
     return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
+
+
+def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
+    """Return the versions above a policy's active one, up to the newest with an alarm.
+
+    An older version is served because of the alarm, and what these versions sampled is not trained.
+    """
+    if active is None:
+        return range(0)
+    c = policy_versions.c
+    is_newer = c.policy_id == active.policy_id, c.version > active.version
+    newest = sa.select(sa.func.max(c.version)).where(*is_newer, c.alarm.is_not(None))
+    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
 
 
 def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:

@@ -153,13 +153,14 @@ def claim(
     return Claim(groups=claimed, num_stale=num_stale)
 
 
-def undone(
+def drop_sampled_by(
     conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY, *, held: Collection[int] = ()
 ) -> Change:
     """Drop the groups of a policy that could be claimed and that these versions sampled; `held` as for `claim`."""
     first = groups.c.policy_version_first
-    is_undone = sa.and_(first >= versions.start, first < versions.stop)
-    wanted = sa.and_(_is_claimable(conn.dialect, clock(conn), policy_id, held), is_undone)
+    wanted = sa.and_(
+        _is_claimable(conn.dialect, clock(conn), policy_id, held), first >= versions.start, first < versions.stop
+    )
     return drop(wanted, "undone", "dropped %d groups of versions that were undone")
 
 

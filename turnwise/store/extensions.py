@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json, Session, SessionKey
+from turnwise.types import Json, PolicyVersion, Session, SessionKey
 
 ReadColumn: TypeAlias = "Callable[[sa.Connection, str, str | None, Collection[Any] | None], Mapping[Any, Any]]"
 """Takes the connection, what the rows are (`Column.of`), their tenant or None for all, and the names to read or None
@@ -61,6 +61,8 @@ class Extension(NamedTuple):
     """Takes a session whose end user has changed."""
     after_copy: Callable[[sa.Connection, SessionKey, Collection[str]], None] | None = None
     """Takes a session that holds copies of turns of other ones of its tenant, and their ids."""
+    publishable: Callable[[sa.Connection, PolicyVersion], None] | None = None
+    """Takes a version that is about to be published for the first time, and refuses it with an error."""
     of_keys: Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]] | None = None
     """Takes API keys; returns other values of fields of `turnwise.store.keys.Key` for some of them."""
     tables_of_tenants: tuple[sa.Table, ...] = ()
@@ -82,6 +84,7 @@ opened: list[Opened] = []
 after_change: list[Callable[[sa.Connection, Session], None]] = []
 after_copy: list[Callable[[sa.Connection, SessionKey, Collection[str]], None]] = []
 of_keys: list[Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]]] = []
+publishable: list[Callable[[sa.Connection, PolicyVersion], None]] = []
 after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
 after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
 tables_of_tenants: list[sa.Table] = []
@@ -100,6 +103,7 @@ def use(extensions: Iterable[Extension]) -> None:
     after_change[:] = [each.after_change for each in found if each.after_change is not None]
     after_copy[:] = [each.after_copy for each in found if each.after_copy is not None]
     of_keys[:] = [each.of_keys for each in found if each.of_keys is not None]
+    publishable[:] = [each.publishable for each in found if each.publishable is not None]
     after_append[:] = [each.after_append for each in found if each.after_append is not None]
     after_deletion[:] = [each.after_deletion for each in found if each.after_deletion is not None]
     tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]

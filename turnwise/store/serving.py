@@ -1,4 +1,4 @@
-"""Which versions engines serve: activated by the proxy, tried as canaries, held out, and pinned by a person.
+"""Which versions engines serve: which of a policy is active, which one should be, and which some sessions sample with.
 
 At most one version of a policy is active; it is recorded as active after engines serve it. The version that should be
 served (the pinned version, otherwise the newest that has not failed) is computed, not stored. A change of one policy's
@@ -19,33 +19,30 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from turnwise.errors import Conflict
 from turnwise.store import rows
-from turnwise.store.database import Database
 from turnwise.store.schema import policies
 from turnwise.store.schema import policy_versions as table
-from turnwise.store.versions import add_metrics, change_version, get_version, highest_version, list_versions
-from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, utc_now
-from turnwise.version_directory import exist_on_disk, on_disk
+from turnwise.store.versions import add_metrics, change_version, get_version
+from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion, Session, utc_now
 
-MAX_NAMED = 1000
+IDLE = frozenset({PolicyStatus.PUBLISHED, PolicyStatus.RETIRED, PolicyStatus.FAILED})
+"""The states of versions that no session samples with."""
 
 
 class ServingState(NamedTuple):
     """The versions that decide what engines serve to the sessions of one policy."""
 
     active: PolicyVersion | None = None
-    canary: PolicyVersion | None = None
-    pinned: PolicyVersion | None = None
+    beside: Mapping[PolicyStatus, PolicyVersion] = {}
+    """The versions that only some sessions sample with, by their state."""
     newest: PolicyVersion | None = None
-    holdout: PolicyVersion | None = None
     base: PolicyVersion | None = None
     """The adapter that a policy without a version samples with; None for the engine's own model."""
     served: PolicyVersion | None = None
-    """The active version or the base: what sessions outside of canary and hold-out sample with."""
-    undone: range = range(0)
-    """The versions that a person undid, by a choice of the version before them without a pin. They stay undone until
-    another version of the policy is chosen, also after a newer one was published."""
+    """The active version or the base: what most sessions sample with."""
+    pinned: PolicyVersion | None = None
+    choice: tuple[int, int] | None = None
+    """The version that a person chose until the next one, and the highest one then, which stay named after that."""
 
     @property
     def pinned_version(self) -> int | None:
@@ -53,7 +50,7 @@ class ServingState(NamedTuple):
 
     @property
     def in_use(self) -> set[int]:
-        return {each.version for each in (self.active, self.canary, self.holdout, self.base) if each is not None}
+        return {each.version for each in (self.active, self.base, *self.beside.values()) if each is not None}
 
     @property
     def target(self) -> PolicyVersion | None:
@@ -63,10 +60,9 @@ class ServingState(NamedTuple):
             return self.active or self.newest
         return wanted
 
-    def of_arm(self, arm: int | None) -> PolicyVersion | None:
-        """Return the version that a session of this arm samples with; None if it is in no arm, or its arm has ended."""
-        arms = (each for each in (self.canary, self.holdout) if each is not None)
-        return next((each for each in arms if each.version == arm), None)
+    def of_session(self, session: Session) -> PolicyVersion | None:
+        """Return the version that a session samples with; None for the one that is served."""
+        return next((each for each in self.beside.values() if each.version == session.arm), None)
 
 
 NO_VERSIONS = ServingState()
@@ -95,7 +91,7 @@ def _select_versions_of_states() -> sa.Select[*tuple[Any, ...]]:
     newest = sa.select(sa.func.max(newer.c.version)).where(
         newer.c.policy_id == policies.c.policy_id, newer.c.status != PolicyStatus.FAILED.value
     )
-    in_use = (PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value, PolicyStatus.HOLDOUT.value)
+    in_use = [status.value for status in PolicyStatus if status not in IDLE]
     is_of_state = sa.or_(
         sa.and_(table.c.status.in_(in_use), table.c.policy_id == policies.c.policy_id),
         table.c.version == policies.c.pinned_version,
@@ -110,48 +106,30 @@ def _select_versions_of_states() -> sa.Select[*tuple[Any, ...]]:
 def _state(policy_id: int, found: Sequence[rows.StoredRow]) -> ServingState:
     versions = {row.version: rows.VERSIONS.record(row) for row in sorted(found, key=operator.attrgetter("version"))}
     own = [each for each in versions.values() if each.policy_id == policy_id]
-    first = {each.status: each for each in reversed(own)}
+    in_use = {each.status: each for each in reversed(own) if each.status not in IDLE}
     newest = next((each for each in reversed(own) if each.status is not PolicyStatus.FAILED), None)
     *_, pinned, until, base = found[0]
-    undone = range(0) if until is None else range(pinned + 1, until + 1)
-    if until is not None and newest is not None and newest.version > until:
-        pinned = None
-    started_from = None if base is None else versions[base]
+    is_over = until is not None and newest is not None and newest.version > until
+    active, started_from = in_use.pop(PolicyStatus.ACTIVE, None), None if base is None else versions[base]
     return ServingState(
-        active=first.get(PolicyStatus.ACTIVE),
-        canary=first.get(PolicyStatus.CANARY),
-        pinned=None if pinned is None else versions[pinned],
+        active=active,
+        beside=in_use,
         newest=newest,
-        holdout=first.get(PolicyStatus.HOLDOUT),
         base=started_from,
-        served=first.get(PolicyStatus.ACTIVE, started_from),
-        undone=undone,
+        served=active or started_from,
+        pinned=None if pinned is None or is_over else versions[pinned],
+        choice=None if until is None else (pinned, until),
     )
 
 
-def activate_version(
-    conn: sa.Connection,
-    version: int,
-    reload_seconds: float | None = None,
-    holdout_share: float = 0.0,
-) -> PolicyVersion:
-    """Record that engines serve this version now, and retire its policy's previous one, or make it the hold-out.
+def activate_version(conn: sa.Connection, version: int, reload_seconds: float | None = None) -> PolicyVersion:
+    """Record that engines serve this version now, and retire its policy's previous one.
 
-    A hold-out stays until a version is served that is not newer; without one, the previous version keeps this share
-    of new sessions. A version that failed while engines loaded it stays failed. `reload_seconds` is how long engines
-    paused.
+    A version that failed while engines loaded it stays failed. `reload_seconds` is how long engines paused.
     """
-    policy_id = get_version(conn, version).policy_id
-    state = serving_state(conn, policy_id)
-    previous, holdout = state.active, state.holdout
-    if holdout is not None and holdout.version >= version:
-        end_holdout(conn, holdout.version)
-        holdout = None
+    previous = serving_state(conn, get_version(conn, version).policy_id).active
     if previous is not None and previous.version != version:
-        if holdout_share > 0 and holdout is None and previous.version < version:
-            change_version(conn, previous.version, status=PolicyStatus.HOLDOUT, arm_share=holdout_share)
-        else:
-            change_version(conn, previous.version, status=PolicyStatus.RETIRED)
+        change_version(conn, previous.version, status=PolicyStatus.RETIRED)
     is_good = table.c.status != PolicyStatus.FAILED.value
     served = {"status": PolicyStatus.ACTIVE, "reload_seconds": reload_seconds, "activated_at": utc_now()}
     return change_version(conn, version, is_good, error=None, **served)
@@ -163,82 +141,7 @@ def fail_version(conn: sa.Connection, version: int, error: str, evidence: Json |
     return change_version(conn, version, status=PolicyStatus.FAILED, error=error)
 
 
-def try_version(conn: sa.Connection, version: int, share: float | None) -> PolicyVersion:
-    """Record that this share of the sessions that are created from now on samples with this version as a canary.
-
-    Without a share engines may load it, and no session samples with it yet.
-    """
-    began_at = None if share is None else utc_now()
-    return change_version(
-        conn, version, status=PolicyStatus.CANARY, error=None, arms=None, activated_at=began_at, arm_share=share
-    )
-
-
-def end_holdout(conn: sa.Connection, version: int) -> None:
-    """Let new sessions sample with the served version instead of this hold-out; other versions do not change."""
-    change_version(conn, version, table.c.status == PolicyStatus.HOLDOUT.value, status=PolicyStatus.RETIRED)
-
-
 def reconsider_version(conn: sa.Connection, version: int) -> PolicyVersion:
-    """Allow a failed version, or one whose canary was cancelled, to be loaded again; other versions do not change."""
+    """Allow a failed version, or one whose trial was cancelled, to be loaded again; other versions do not change."""
     again = table.c.status.in_([PolicyStatus.FAILED.value, PolicyStatus.CANARY.value])
     return change_version(conn, version, again, status=PolicyStatus.PUBLISHED, error=None, activated_at=None)
-
-
-def pin_policy(
-    conn: sa.Connection, version: int | None, *, until: int | None = None, policy_id: int = DEFAULT_POLICY
-) -> None:
-    """Pin a policy to this version, so that its later ones are not served; None follows the newest version again.
-
-    The pin ends when a version above `until` is published; None keeps it.
-    """
-    pinned = sa.update(policies).where(policies.c.policy_id == policy_id)
-    conn.execute(pinned.values(pinned_version=version, pinned_until=until))
-
-
-def choose_version(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVersion:
-    """Serve a version to its policy's sessions, and load it again if it failed; return it.
-
-    Without a pin it is served until a version above the newest is published, and the versions above it are undone:
-    training goes on from it.
-    """
-    chosen = reconsider_version(conn, version)
-    policy_id = chosen.policy_id
-    newest = serving_state(conn, policy_id).newest
-    if pin:
-        pin_policy(conn, version, policy_id=policy_id)
-    elif newest is None or newest.version == version:
-        pin_policy(conn, None, policy_id=policy_id)
-    else:
-        pin_policy(conn, version, until=highest_version(conn), policy_id=policy_id)
-    return chosen
-
-
-def check_files_exist(db: Database, version: PolicyVersion) -> None:
-    """Check that the files of a version exist, before it is chosen; as `on_disk`, it reads the file system.
-
-    Raises:
-        Conflict: they no longer exist; the message names the policy's versions that can be chosen.
-    """
-    if version.status is PolicyStatus.ACTIVE or on_disk(version) is not False:
-        return
-    with db.read() as conn:
-        newest = newest_of(conn, version)
-    raise files_are_gone(version, exist_on_disk(newest))
-
-
-def newest_of(conn: sa.Connection, version: PolicyVersion) -> list[PolicyVersion]:
-    """Return the newest versions of a version's policy, which may be chosen instead; oldest first."""
-    newest, _ = list_versions(conn, limit=MAX_NAMED, policy_ids=[version.policy_id])
-    return newest[::-1]
-
-
-def files_are_gone(version: PolicyVersion, exist: Mapping[int, bool | None]) -> Conflict:
-    """Return the error for a version without files; `exist` says of others, by number, whether they have theirs."""
-    able = ", ".join(str(number) for number, has_files in exist.items() if has_files is not False)
-    return Conflict(
-        f"Version {version.version}'s files no longer exist ({version.path!r}): the trainer keeps as many versions as "
-        f"`keep_versions` says. Choose one of: {able or 'none'}.",
-        param="version",
-        code="version_pruned",
-    )

@@ -12,21 +12,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound, SettingsError
-from turnwise.store import rows
-from turnwise.store.schema import NO_TENANT, policies, turns
+from turnwise.store import extensions, rows
 from turnwise.store.schema import policy_versions as table
+from turnwise.store.schema import turns
 from turnwise.store.statements import insert_ignoring, read_page, size_of
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
-UNDONE = "undone: its weights come from a version in whose place an older one was activated"
 OVERTAKEN = "overtaken: another trainer recorded what it was trained on, or an update of its policy"
 ELSEWHERE = "of another database: sessions that were restored from an archive name versions up to this one"
-"""How the error of a failed version begins where no engine refused to load it."""
-MAX_MEASURED = 1000
-"""Newest versions of a policy whose files are measured; the trainer keeps fewer on disk."""
+"""How the error of some failed versions begins."""
 
 
 def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
@@ -36,13 +33,13 @@ def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
     with an error was refused by its publisher: it is stored as failed, and never served unless a person chooses it.
 
     Raises:
-        NotFound: the version's policy does not exist.
-        Conflict: the version exists with another path or of another policy, or it has whole weights beside named
-            policies.
+        Conflict: the version exists with another path or of another policy.
+        TurnwiseError: a feature refuses it.
     """
     status = PolicyStatus.PUBLISHED if version.error is None else PolicyStatus.FAILED
     if known_version(conn, version.version) is None:
-        _check_publishable(conn, version)
+        for check in extensions.publishable:
+            check(conn, version)
         if insert_ignoring(conn, table, rows.VERSIONS.row(version, status=status.value)):
             return True
     known = get_version(conn, version.version)
@@ -67,27 +64,6 @@ def reserve_numbers(conn: sa.Connection, highest: int) -> None:
     if highest > (highest_version(conn) or 0):
         path = f"elsewhere/v{highest:06d}"
         publish_version(conn, PolicyVersion(version=highest, path=path, kind=PolicyKind.LORA, error=ELSEWHERE))
-
-
-def _check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
-    """Check that a new version leaves the weights below all adapters as they are."""
-    named = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT)  # the archived ones too
-    if version.policy_id != DEFAULT_POLICY:
-        if conn.execute(named.where(policies.c.policy_id == version.policy_id)).first() is None:
-            raise NotFound(f"there is no policy with the number {version.policy_id!r}", param="policy")
-        if version.version == 0:
-            raise Conflict("version 0 is the engine's own model; number a policy's versions from 1", param="version")
-        if version.kind is PolicyKind.FULL:
-            raise Conflict("a version of a named policy is an adapter; publish one with `kind` `lora`", param="kind")
-        return
-    has_new_weights = version.kind is PolicyKind.FULL and version.version != 0
-    if has_new_weights and conn.execute(named.limit(1)).first() is not None:
-        raise Conflict(
-            f"version {version.version} has whole weights, which would change the model below the adapters of named "
-            "policies; publish an adapter (`kind` `lora`), or use another database",
-            code="base_not_frozen",
-            param="kind",
-        )
 
 
 def publish_next(
@@ -152,10 +128,6 @@ def add_metrics(conn: sa.Connection, version: int, metrics: Json) -> None:
     change_version(conn, version, metrics=get_version(conn, version).metrics | metrics)
 
 
-def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
-    change_version(conn, version, arms=arms)
-
-
 def get_version(conn: sa.Connection, version: int) -> PolicyVersion:
     known = known_version(conn, version)
     if known is None:
@@ -196,34 +168,3 @@ def list_versions(
     size = size_of(conn.dialect, table.c.metrics, table.c.error, table.c.arms)
     found, has_more = read_page(conn, newest, limit, size=size, max_bytes=max_bytes)
     return [rows.VERSIONS.record(row) for row in found], has_more
-
-
-def measured_versions(conn: sa.Connection, policy_id: int) -> list[PolicyVersion]:
-    return list_versions(conn, limit=MAX_MEASURED, policy_ids=[policy_id])[0]
-
-
-def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
-    """Return the versions above a policy's active one, up to the newest with an alarm.
-
-    An older version is served because of the alarm, and what these versions sampled is not trained.
-    """
-    if active is None:
-        return range(0)
-    is_newer = table.c.policy_id == active.policy_id, table.c.version > active.version
-    newest = sa.select(sa.func.max(table.c.version)).where(*is_newer, table.c.alarm.is_not(None))
-    return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
-
-
-def failed_versions(conn: sa.Connection, numbers: Collection[int]) -> frozenset[int]:
-    failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(numbers))
-    return frozenset(conn.execute(sa.select(table.c.version).where(failed)).scalars())
-
-
-def refused_in_a_row(conn: sa.Connection, count: int, policy_id: int = DEFAULT_POLICY) -> list[PolicyVersion]:
-    """Return the `count` newest versions of a policy, newest first, if engines refused each of them; else none."""
-    found, _ = list_versions(conn, limit=count, policy_ids=[policy_id])
-    not_by_engines = REFUSED_BY_GATE, ROLLED_BACK, LOST, UNDONE, OVERTAKEN, ELSEWHERE
-    is_refused = [
-        each.status is PolicyStatus.FAILED and not (each.error or "").startswith(not_by_engines) for each in found
-    ]
-    return found if len(found) == count and all(is_refused) else []

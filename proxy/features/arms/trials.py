@@ -20,16 +20,18 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from proxy.engines.engine import Engine, EngineState
-from proxy.engines.pool import DRAIN_SECONDS
+from proxy.features.arms.counts import CANARIES
+from proxy.features.arms.draining import CONFIRM_SECONDS, drain, stop_draining
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.arms.verdict import drift, judge, lift
 from proxy.reload.loader import serves
 from proxy.reload.rollout import Rollout
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
-from turnwise.features import arms as stored_arms
+from turnwise.features import arms
+from turnwise.features.arms import canary_of, holdout_of
 from turnwise.store import serving, versions
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyVersion
 
@@ -65,7 +67,7 @@ class Trials(Rollout):
 
         Whole weights are held out only beside another engine.
         """
-        held = self.state.holdout or self.state.active
+        held = holdout_of(self.state) or self.state.active
         if held is None or held.version >= target.version or not self.given.holdout_share:
             return None
         needs_engine = target.kind is PolicyKind.FULL
@@ -82,23 +84,31 @@ class Trials(Rollout):
     def engines_for(self, target: PolicyVersion) -> list[Engine]:
         return self.without_held_out(self._holdout_after(target), target)
 
-    def share_kept(self, target: PolicyVersion) -> float:
-        return 0.0 if self._holdout_after(target) is None else self.given.holdout_share
+    async def record_served(self, target: PolicyVersion, seconds: float) -> None:
+        share = 0.0 if self._holdout_after(target) is None else self.given.holdout_share
+        await self.lease.write(arms.activate_version, target.version, seconds, share)
 
     def is_right(self, engine: Engine) -> bool:
         state = self.state
         if super().is_right(engine):
             return True
         is_full = state.active is not None and state.active.kind is PolicyKind.FULL
-        arms = (state.canary, state.holdout) if is_full else ()
-        return any(arm is not None and serves(engine, arm) for arm in arms)
+        return is_full and any(serves(engine, arm) for arm in state.beside.values())
+
+    @property
+    def changes(self) -> Mapping[str, Callable[..., Awaitable[None]]]:
+        async def drained(engine_url: str) -> None:
+            if (engine := self.pool.engine_at(engine_url)) is not None:
+                await drain(engine)
+
+        return {"drained": drained}
 
     def note_round(self) -> None:
-        canary = self.state.canary
+        canary = canary_of(self.state)
         if canary is None or not self._lacks_engine(canary):
             self._lacks_engine_since = self.waits_for = None
         if self.policy_id == DEFAULT_POLICY and (canary is None or canary.activated_at is not None):
-            self.pool.stop_draining(before=self.pool.read_at)
+            stop_draining(self.pool, before=self.pool.read_at)
 
     async def succeed(self, target: PolicyVersion, seconds: float) -> None:
         self.stop_draining()
@@ -106,11 +116,11 @@ class Trials(Rollout):
 
     def stop_draining(self) -> None:
         if self.policy_id == DEFAULT_POLICY:
-            self.pool.stop_draining()
+            stop_draining(self.pool)
 
     def next_step(self) -> Callable[[], Awaitable[None]] | None:
         state, now = self.state, time.monotonic()
-        target, active, canary, holdout = state.target, state.active, state.canary, state.holdout
+        target, active, canary, holdout = state.target, state.active, canary_of(state), holdout_of(state)
         if target is None:
             return None
         if holdout is not None and not self.given.holdout_share:
@@ -132,7 +142,7 @@ class Trials(Rollout):
 
     async def end_holdout(self, holdout: PolicyVersion) -> None:
         log.info("the hold-out of version %d ends", holdout.version)
-        await self.lease.write(serving.end_holdout, holdout.version)
+        await self.lease.write(arms.end_holdout, holdout.version)
         await self.pool.refresh()
 
     async def _measure(self, active: PolicyVersion, holdout: PolicyVersion) -> None:
@@ -151,9 +161,9 @@ class Trials(Rollout):
                 await self.end_holdout(holdout)
                 return
             self.stop_draining()
-        arms = await self.database.fetch(stored_arms.held_out_arms, holdout)
-        await self._record(arms, active, holdout)
-        if lift(*arms).get("reward", {"low": 0.0})["low"] > 0:
+        compared = await self.database.fetch(arms.held_out_arms, holdout)
+        await self._record(compared, active, holdout)
+        if lift(*compared).get("reward", {"low": 0.0})["low"] > 0:
             await self.end_holdout(holdout)
         if not self.is_served(active):
             await self.serve(active, active)
@@ -165,7 +175,7 @@ class Trials(Rollout):
         return not self._lacks_engine(target)
 
     def _lacks_engine(self, version: PolicyVersion) -> bool:
-        engines = self.without_held_out(self.state.holdout, version)
+        engines = self.without_held_out(holdout_of(self.state), version)
         return version.kind is PolicyKind.FULL and len(engines) < MIN_ENGINES
 
     async def _wait_for_engine(self, canary: PolicyVersion, active: PolicyVersion) -> None:
@@ -182,7 +192,7 @@ class Trials(Rollout):
             log.error("the trial of version %d ends: no engine came back", canary.version)
             await self._end(canary, active)
         elif canary.activated_at is not None:
-            await self.lease.write(serving.try_version, canary.version, None)
+            await self.lease.write(arms.try_version, canary.version, None)
             await self.pool.refresh()
 
     async def begin(self, canary: PolicyVersion, active: PolicyVersion) -> None:
@@ -196,7 +206,7 @@ class Trials(Rollout):
                 engine.change(EngineState.DRAINING)
         try:
             await self.loader.check(canary, self.pool.serving[0])
-            await self.lease.write(serving.try_version, canary.version, None)
+            await self.lease.write(arms.try_version, canary.version, None)
             await self.pool.refresh()
             await self._place(canary, active)
             await self._check_drift(canary, active)
@@ -207,7 +217,7 @@ class Trials(Rollout):
         self.forget_failures()
         if self._is_missing(canary):  # the engine was lost meanwhile
             return
-        await self.lease.write(serving.try_version, canary.version, self.given.canary_share)
+        await self.lease.write(arms.try_version, canary.version, self.given.canary_share)
         self.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
@@ -233,33 +243,31 @@ class Trials(Rollout):
                 await self._end(canary, active, str(error))
             return
         numbers = canary.version, active.version
-        arms = await self.database.fetch(stored_arms.arms_since, canary.activated_at, numbers, self.policy_id)
-        await self._record(arms, canary, active)
-        verdict = judge(*arms, self.given)
+        compared = await self.database.fetch(arms.arms_since, canary.activated_at, numbers, self.policy_id)
+        await self._record(compared, canary, active)
+        verdict = judge(*compared, self.given)
         if verdict is None:
             return
         if not verdict.is_good:
             await self._end(canary, active, verdict.reason)
             return
         log.info("policy version %d is promoted: %s", canary.version, verdict.reason)
-        self.metrics.canaries.labels("promoted").inc()
+        self.metrics.counter(*CANARIES).labels("promoted").inc()
         if canary.kind is PolicyKind.LORA:
             # Each engine has it, and all processes change when they read that it is active.
             await self.succeed(canary, 0.0)
         else:
             await self.serve(canary, active)
 
-    async def _record(
-        self, arms: tuple[stored_arms.Arm, stored_arms.Arm], version: PolicyVersion, older: PolicyVersion
-    ) -> None:
-        newer_arm, older_arm = arms
+    async def _record(self, found: tuple[arms.Arm, arms.Arm], version: PolicyVersion, older: PolicyVersion) -> None:
+        newer_arm, older_arm = found
         compared = {
             "canary": newer_arm.summary(version.version),
             "control": older_arm.summary(older.version),
             "lift": lift(newer_arm, older_arm),
         }
         if compared != self._recorded:
-            await self.lease.write(versions.record_arms, version.version, compared)
+            await self.lease.write(arms.record_arms, version.version, compared)
             self._recorded = compared
 
     async def _place(self, version: PolicyVersion, active: PolicyVersion) -> None:
@@ -269,9 +277,9 @@ class Trials(Rollout):
                 if version.version not in engine.adapters:
                     await self.loader.load(engine, version)
         elif len(engines) > 1 and self._is_missing(version):
-            free = self.without_held_out(self.state.holdout, version)[-1]
+            free = self.without_held_out(holdout_of(self.state), version)[-1]
             # No session of the control may sample with it: new calls go elsewhere, and running ones are waited for.
-            await asyncio.gather(self.pool.drain(free, DRAIN_SECONDS), self.reserve(free))
+            await asyncio.gather(drain(free), self.confirm(CONFIRM_SECONDS, "drained", free.url))
             await self.loader.exchange(free, version, active)
 
     def _is_missing(self, version: PolicyVersion) -> bool:
@@ -313,4 +321,4 @@ class Trials(Rollout):
             await self.lease.write(serving.fail_version, canary.version, f"{versions.ROLLED_BACK}: {reason}")
         await self.pool.refresh()
         self.stop_draining()
-        self.metrics.canaries.labels("called_off" if reason is None else "rolled_back").inc()
+        self.metrics.counter(*CANARIES).labels("called_off" if reason is None else "rolled_back").inc()

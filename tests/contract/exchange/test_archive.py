@@ -20,9 +20,9 @@ from trainer.features import Settings
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
 from turnwise.features import retention
+from turnwise.features.policies import create_policy
 from turnwise.store import serving, versions
 from turnwise.store.database import Database
-from turnwise.store.policies import create_policy
 from turnwise.store.rewards import add_rewards
 from turnwise.store.rows import TURNS
 from turnwise.store.schema import groups, rewards, sessions, trained_sessions, turns

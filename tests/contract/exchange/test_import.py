@@ -14,7 +14,8 @@ from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
 from turnwise.exchange import plugins
-from turnwise.store import claims, experiences, policies, sessions
+from turnwise.features import policies
+from turnwise.store import claims, experiences, sessions
 from turnwise.store.selection import SessionFilter
 
 

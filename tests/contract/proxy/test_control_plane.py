@@ -16,8 +16,9 @@ from support.in_process import in_process_proxy
 from support.ledger_samples import update_record
 from support.waiting import WAIT_SECONDS, wait_until
 
+from proxy.features import rewinds
 from proxy.features.page.beside import MAX_SEARCHES
-from proxy.routes import control, policies
+from proxy.features.policies import routes as policies
 from proxy.routes.rewards import read_lines
 from turnwise.client import wire
 from turnwise.features.page import search
@@ -191,11 +192,12 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(
         return is_dir(self, **kwargs)
 
     monkeypatch.setattr(Path, "is_dir", noting)
-    for module, name in ((control, "exist_on_disk"), (policies, "on_disk"), (policies, "check_published")):
+    for module, name in ((policies, "exist_on_disk"), (rewinds, "on_disk"), (policies, "check_published")):
         stalling = functools.partial(stalled_files.stalling, str(stalled), answered, getattr(module, name))
         monkeypatch.setattr(module, name, stalling)
-    monkeypatch.setattr("proxy.routes.control.PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.routes.policies.CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.features.policies.routes.PATIENCE_SECONDS", 0.05)
+    for module in (policies, rewinds):
+        monkeypatch.setattr(module, "CHECK_SECONDS", 0.05)
 
     def on_disk() -> list[bool | None]:
         return [each["on_disk"] for each in http.get("/v1/policies").json()["data"] if each["version"] in (6, 7, 8)]

@@ -21,7 +21,7 @@ from trainer.algorithms.distillation import with_teachers
 from trainer.algorithms.teachers import Teacher, Teachers, TeacherScores
 from trainer.batch.batch import build
 from trainer.features import Settings
-from trainer.policies import settings_of
+from trainer.features.policies import settings_of
 from trainer.world import World
 from turnwise.errors import SettingsError
 from turnwise.settings import describe

@@ -13,9 +13,10 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train_policies
 
 from trainer.features import Settings
+from trainer.features.policies import make_parts
 from trainer.model.model import Policy
-from trainer.policies import make_parts
-from turnwise.store import policies, versions
+from turnwise.features import policies
+from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.store.updates import list_updates
 

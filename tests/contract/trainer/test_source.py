@@ -20,6 +20,7 @@ from trainer.claims.ledger import RunProgress, StopFlag, outlast
 from trainer.features import FEATURES, Settings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
+from turnwise.features import rewinds
 from turnwise.features.page import overview
 from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Database
@@ -65,7 +66,7 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
         add_session(database, session_id, group_id="g", group_size=2)
     finish(database, "finished")
     source = source_for(database, stalled_seconds=3600.0, **rule)
-    assert source._look(NOW).num_ready == 0
+    assert source._supply(NOW).num_ready == 0
     with database.read() as connection:
         said = training_note(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 not ended." in said
@@ -75,9 +76,9 @@ def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(databas
         said = training_note(connection, sessions.read_session(connection, "default", "unrewarded"))
     assert "Missing: 1 ended without a reward (`unrewarded_seconds`)." in said
     if rule.get("unrewarded_seconds") == 0.0:
-        wait_until(lambda: source._look(NOW).num_ready == 1, "the group is ready")
+        wait_until(lambda: source._supply(NOW).num_ready == 1, "the group is ready")
     else:
-        assert source._look(NOW).num_ready == 0
+        assert source._supply(NOW).num_ready == 0
 
 
 def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
@@ -85,7 +86,7 @@ def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
     source = source_for(database, stalled_policy="drop")
 
     def is_dropped() -> bool:
-        assert source._look(NOW).num_ready == 0
+        assert source._supply(NOW).num_ready == 0
         return groups_by_status(database) == {"dropped": 1}
 
     wait_until(is_dropped, "the group is dropped")
@@ -94,13 +95,13 @@ def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
 @pytest.mark.parametrize("rule", [{"stalled_seconds": None}, {"stalled_seconds": 3600.0}])
 def test_the_trainer_waits_for_an_incomplete_group_by_default_and_until_it_is_stalled(database, rule):
     play_incomplete_group(database)
-    assert source_for(database, **rule)._look(NOW).num_ready == 0
+    assert source_for(database, **rule)._supply(NOW).num_ready == 0
     assert groups_by_status(database) == {"open": 1}
     for session_id in ("unfinished", "third"):
         if session_id == "third":
             add_session(database, session_id, group_id="g", group_size=3)
         finish(database, session_id)
-    assert source_for(database, **rule)._look(NOW).num_ready == 1
+    assert source_for(database, **rule)._supply(NOW).num_ready == 1
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_three_versions_that_engines_refused_in_a_row_block_the_training_until_o
         for version in (1, 2):
             serving.fail_version(connection, version, "the engine differs")
         serving.fail_version(connection, 3, "rolled back as a canary: worse")
-        assert versions.refused_in_a_row(connection, 3) == []
+        assert rewinds.refused_in_a_row(connection, 3) == []
         serving.fail_version(connection, 3, "the engine differs")
     add_finished(database, "s")
     source = source_for(database, groups_per_batch=1)

@@ -23,6 +23,7 @@ from proxy.reload.checkpoint import check_version, own_model
 from proxy.reload.lease import LEASE, LEASE_SECONDS
 from turnwise.errors import LeaseLost, ReloadFailed, StoreError, StoreUnavailable
 from turnwise.features import transfers
+from turnwise.features.arms import canary_of
 from turnwise.store import leases, serving, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, PolicyKind, Session
@@ -264,7 +265,7 @@ async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_ze
         assert stage.statuses() == ["active", "canary"]
     async with stage.process(holdout_share=0.0) as process:
         await process.follow()
-        assert (stage.statuses(), process.pool.served[DEFAULT_POLICY].canary) == (["active", "published"], None)
+        assert (stage.statuses(), canary_of(process.pool.served[DEFAULT_POLICY])) == (["active", "published"], None)
         await process.follow()
         assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
 

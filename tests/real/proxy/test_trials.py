@@ -14,7 +14,7 @@ from support.waiting import WAIT_SECONDS
 from proxy.engines.engine import EngineState
 from proxy.features.arms.verdict import lift
 from proxy.reload.parts import CORE
-from turnwise.features.arms import Arm
+from turnwise.features.arms import Arm, activate_version
 from turnwise.store import serving, turns, versions
 from turnwise.store.rewards import add_rewards
 from turnwise.store.sessions import create_session, end_session, read_session
@@ -277,7 +277,7 @@ async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(st
         write, seen = driver.reloader.lease.write, []
 
         async def written(change: object, *arguments: object) -> object:
-            if change is serving.activate_version:
+            if change is activate_version:
                 seen.append(await driver.versions_of(control))
             return await write(change, *arguments)
 

@@ -16,11 +16,12 @@ from support.tiny_models import VOCABULARY, load_model
 from support.trainer_ledger import GOOD, Rollouts, new_policy, train, train_policies
 from transformers import AutoModelForCausalLM
 
-from trainer import policies as trained_policies
+from trainer.features import policies as trained_policies
 from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
+from turnwise.features import policies
 from turnwise.features.page import updates as page_updates
-from turnwise.store import policies, serving, sessions, versions
+from turnwise.store import serving, sessions, versions
 from turnwise.store.rewards import add_rewards
 from turnwise.store.trainer_reports import TrainerState, trainer_statuses
 from turnwise.store.turns import append_turns
@@ -256,7 +257,7 @@ def test_a_policy_without_memory_or_with_infinite_rewards_leaves_the_others_trai
     take = Updates.take
 
     def failing(updates, *arguments):
-        if updates.settings.trainer_id == f"trainer/{large}":
+        if updates._learner.settings.trainer_id == f"trainer/{large}":
             raise torch.OutOfMemoryError("there is no memory")
         return take(updates, *arguments)
 

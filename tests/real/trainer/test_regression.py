@@ -11,11 +11,10 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, train
 
 from trainer.batch.batch import build
-from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
 from trainer.features import Settings
 from trainer.features.gate import Shift, judge, shifts_of
-from trainer.features.rewinds import GivenUp, why_held
+from trainer.features.rewinds import GivenUp, Rewind, why_held
 from turnwise.features import gate, labels
 from turnwise.features.labels import Label
 from turnwise.store import serving, sessions, versions

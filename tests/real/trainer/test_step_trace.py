@@ -12,7 +12,7 @@ from support.trainer_ledger import Rollouts, settings_for
 
 import trainer
 from trainer.features import FEATURES
-from trainer.policies import Policies
+from trainer.features.policies import Policies
 from trainer.train import Features
 from turnwise.store import claims
 

@@ -23,8 +23,9 @@ from trainer.model import agent
 from trainer.publish.checkpoint import Checkpoints
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.features import rewinds
 from turnwise.features.page import updates as page_updates
-from turnwise.store import serving, updates
+from turnwise.store import updates
 from turnwise.store.schema import groups, turns
 from turnwise.store.trainer_reports import trainer_statuses
 from turnwise.store.versions import LOST, add_metrics, list_versions
@@ -428,7 +429,7 @@ def test_training_returns_to_a_pinned_version_with_when_pinned_set(tmp_path, mod
     changes = {"max_versions_in_flight": 1, "max_staleness": None, "when_pinned": "train_pinned", "keep_versions": 9}
     train(settings_for(tmp_path, model, **changes))
     with ledger.write() as conn:
-        serving.pin_policy(conn, 1)
+        rewinds.pin_policy(conn, 1)
     Rollouts(ledger, policy).play("b", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=3, **changes))
     assert (state.progress.policy_version, state.progress.recent_versions) == (3, (0, 1, 3))
@@ -451,7 +452,7 @@ def test_training_goes_on_from_a_version_that_was_rolled_back_to_without_a_pin(t
     for batch in range(5):
         if batch == 3:
             with ledger.write() as conn:
-                serving.choose_version(conn, 1, pin=False)
+                rewinds.choose_version(conn, 1, pin=False)
             Rollouts(ledger, policy).play("b", num_groups=6)
         if batch >= 3 and is_restarted:
             workflow.commits.flush(state)

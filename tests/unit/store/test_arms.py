@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn, sampled_by
 
 from turnwise.errors import NotFound
+from turnwise.features import arms
 from turnwise.features.arms import Arm, arms_since
 from turnwise.store import selection, serving, sessions, turns, versions
 from turnwise.store.database import Database
@@ -90,13 +91,13 @@ def test_a_trial_is_started_cancelled_and_permitted_again(database):
         for version in (0, 1):
             versions.publish_version(connection, PolicyVersion(version=version, path=f"/{version}"))
         serving.activate_version(connection, 0)
-        prepared = serving.try_version(connection, 1, None)
+        prepared = arms.try_version(connection, 1, None)
         assert (prepared.status, prepared.activated_at) == (PolicyStatus.CANARY, None)
-        tried = serving.try_version(connection, 1, 0.25)
+        tried = arms.try_version(connection, 1, 0.25)
         assert (tried.status, tried.arm_share) == (PolicyStatus.CANARY, 0.25)
         assert tried.activated_at is not None
         state = serving.serving_state(connection)
-        assert (state.active, state.canary) == (versions.get_version(connection, 0), tried)
+        assert (state.active, arms.canary_of(state)) == (versions.get_version(connection, 0), tried)
         again = serving.reconsider_version(connection, 1)
         assert (again.status, again.activated_at) == (PolicyStatus.PUBLISHED, None)
         serving.fail_version(connection, 1, "worse")
@@ -104,7 +105,7 @@ def test_a_trial_is_started_cancelled_and_permitted_again(database):
         assert (again.status, again.error) == (PolicyStatus.PUBLISHED, None)
         assert serving.reconsider_version(connection, 0).status is PolicyStatus.ACTIVE
         with pytest.raises(NotFound, match="version 9"):
-            serving.try_version(connection, 9, None)
+            arms.try_version(connection, 9, None)
         with pytest.raises(NotFound, match="version 9"):
             serving.reconsider_version(connection, 9)
 
@@ -136,9 +137,9 @@ def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database):
     with database.write() as connection:
         versions.publish_version(connection, PolicyVersion(version=1, path="/1"))
         found["before"] = create_one(connection, Session(session_id="before"))
-        serving.try_version(connection, 1, None)
+        arms.try_version(connection, 1, None)
         found["prepared"] = create_one(connection, Session(session_id="prepared"))
-        serving.try_version(connection, 1, 1.0)
+        arms.try_version(connection, 1, 1.0)
         found["during"] = create_one(connection, Session(session_id="during"))
         found["judged"] = create_one(connection, Session(session_id="judged", split=Split.EVAL))
         found["imported"] = create_one(connection, Session(session_id="imported", opened_by=IMPORT))

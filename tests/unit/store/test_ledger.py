@@ -10,7 +10,7 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import retention, transfers
+from turnwise.features import retention, rewinds, transfers
 from turnwise.features.page import overview
 from turnwise.store import conversations, experiences, groups, rewards, rows, selection, serving, sessions, versions
 from turnwise.store.database import Connection, Database
@@ -352,9 +352,9 @@ def test_policies_are_published_once_activated_retired_and_pinned(database):
         assert failed.metrics == {"engine_answer": 1}
         newest = serving.serving_state(connection).newest
         assert newest.version == 1
-        serving.pin_policy(connection, 0)
+        rewinds.pin_policy(connection, 0)
         assert serving.serving_state(connection).pinned_version == 0
-        serving.pin_policy(connection, None)
+        rewinds.pin_policy(connection, None)
         assert serving.serving_state(connection).pinned_version is None
         page, has_more = versions.list_versions(connection, limit=2)
         assert ([policy.version for policy in page], has_more) == ([2, 1], True)
@@ -363,7 +363,7 @@ def test_policies_are_published_once_activated_retired_and_pinned(database):
     for change in (
         lambda connection: serving.activate_version(connection, 9),
         lambda connection: serving.fail_version(connection, 9, ""),
-        lambda connection: serving.choose_version(connection, 9, pin=True),
+        lambda connection: rewinds.choose_version(connection, 9, pin=True),
     ):
         with pytest.raises(NotFound, match="version 9"), database.write() as connection:
             change(connection)

@@ -12,7 +12,7 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import advantages, arms, consent, gate, retention, sentinels, transfers
+from turnwise.features import advantages, arms, consent, gate, policies, retention, rewinds, sentinels, transfers
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.page import overview
 from turnwise.features.page import updates as page_updates
@@ -20,7 +20,6 @@ from turnwise.store import (
     claims,
     experiences,
     groups,
-    policies,
     rewards,
     rows,
     schema,
@@ -105,8 +104,8 @@ def test_what_is_said_of_versions_is_of_those_of_a_policy(database, two):
     with database.write() as conn:
         versions.publish_version(conn, adapter(4, b, update_id=2))
         serving.fail_version(conn, 4, "refused")
-        assert [each.version for each in versions.refused_in_a_row(conn, 1, b)] == [4]
-        assert versions.refused_in_a_row(conn, 1, a) == []
+        assert [each.version for each in rewinds.refused_in_a_row(conn, 1, b)] == [4]
+        assert rewinds.refused_in_a_row(conn, 1, a) == []
         assert [each.version for each in versions.list_versions(conn, policy_ids=[a])[0]] == [3, 1]
         versions.publish_version(conn, adapter(6, b, update_id=3))
         assert transfers.fail_unwritten(conn, 0, a) == []
@@ -121,40 +120,6 @@ def test_a_group_has_one_policy(database, two):
             sessions.create_session(conn, Session(session_id="two", tenant="a", group_id="g", policy_id=b))
         (refused,) = sessions.create_sessions(conn, [Session(session_id="three", tenant="a", group_id="g")])
         assert isinstance(refused, Conflict)
-
-
-def claimed_groups(database: Database, policy_id: int, **options: Any) -> list[str]:
-    claim = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=policy_id, **options)
-    return [] if claim is None else [group.group_id for group in claim.groups]
-
-
-def test_a_trainer_claims_the_groups_of_one_policy(database, two):
-    a, b = two
-    publish(database, adapter(1, a), adapter(2, b))
-    for session_id, policy_id, version in (("d", DEFAULT_POLICY, 0), ("a1", a, 1), ("b1", b, 2), ("a2", a, 1)):
-        add_finished(database, session_id, policy_id=policy_id, of_turns=sampled_by(version))
-    with database.read() as conn:
-        assert [claims.num_claimable(conn, policy_id=each) for each in (DEFAULT_POLICY, *two)] == [
-            (0, 1),
-            (0, 2),
-            (0, 1),
-        ]
-    assert claimed_groups(database, b, min_policy_version=3) == []  # it is stale; those of A are not B's to drop
-    assert claimed_groups(database, a) == ["a1", "a2"]
-    assert claims.take_back(database, "t", b) == 0
-    assert claims.take_back(database, "t", a) == 2
-    held = claims.claim(database, "t", max_groups=9, lease_seconds=60, policy_id=a)
-    record = update_record(1, policy_id=a, policy_version=3, num_groups=2, num_sessions=2, num_tokens=4)
-    with database.write() as conn:
-        assert claims.ack(conn, claims.Finished(held, record, adapter(3, a, update_id=1)))
-        assert not claims.ack(conn, claims.Finished(held, record, adapter(3, a, update_id=1)))
-        assert updates.last_update(conn, policy_id=b) is None
-        assert (
-            updates.last_update(conn, policy_id=a) == updates.last_update(conn) == updates.updates_after(conn, 0, a)[0]
-        )
-        assert updates.updates_after(conn, 0, b) == []
-        assert versions.get_version(conn, 3).policy_id == a
-    assert claimed_groups(database, DEFAULT_POLICY) == ["d"]
 
 
 def add_shared(database: Database, session_id: str, sampled: Mapping[int | None, int], **fields: Any) -> None:
@@ -212,6 +177,9 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(databa
     with database.write() as conn:
         of_policies = [each for each in updates.trained_shares(conn) if each.by == "policy"]
         assert [(each.name, each.num_sampled) for each in of_policies] == [("support", 10)]  # five turns of both
+        of_trainers = [updates.updates_after(conn, 0, each) for each in two]
+        assert [[each.update_id for each in found] for found in of_trainers] == [[2], [1]]
+        assert [[updates.last_update(conn, policy_id=each)] for each in two] == of_trainers
         rewards.add_rewards(conn, [Reward(session_id="s1", value=0.0)], retrain=True)
         assert [claims.num_claimable(conn, policy_id=each)[0] for each in two] == [1, 1]
         in_updates = page_updates.groups_of(conn, "default", [1, 2])
@@ -289,7 +257,7 @@ def test_a_stalled_group_of_two_policies_is_ready_for_both(database, two):
     finish(database, "s")
     with database.write() as conn:
         assert groups.stalled(utc_now() + datetime.timedelta(hours=1)).make(conn) == ["g"]
-    assert [claimed_groups(database, each) for each in two] == [["g"], ["g"]]
+    assert [[group.group_id for group in claimed_by(database, each).groups] for each in two] == [["g"], ["g"]]
 
 
 def test_each_policy_has_the_sessions_reward_for_its_own_turns(database, two):
@@ -360,7 +328,7 @@ def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(database,
         adapter(3, two[1]),
     )
     with database.write() as conn:
-        serving.pin_policy(conn, 1, policy_id=two[0])
+        rewinds.pin_policy(conn, 1, policy_id=two[0])
         versions.publish_version(conn, adapter(4, DEFAULT_POLICY))
         policies.create_policy(conn, "b", "of-default", "default@4")
     deleted = retention.delete_all(database, lambda conn: retention.delete_tenant(conn, "a"))

@@ -11,11 +11,12 @@ from trainer.batch.chain import chain_of
 from turnwise.chains import experience_json
 from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
+from turnwise.features import policies, rewinds
 from turnwise.features.advantages import with_advantages
 from turnwise.features.page import overview
 from turnwise.features.page.updates import TrainedSession, UpdateGroup, list_update_views
 from turnwise.features.records import session_records
-from turnwise.store import claims, experiences, policies, rewards, serving, sessions, turns, versions
+from turnwise.store import claims, experiences, rewards, serving, sessions, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.experiences import PER_CHAIN
 from turnwise.store.selection import SessionFilter
@@ -87,16 +88,16 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
     with database.write() as connection:
         for version in range(3):
             versions.publish_version(connection, PolicyVersion(version=version, path=str(tmp_path)))
-        serving.choose_version(connection, 0, pin=False)
+        rewinds.choose_version(connection, 0, pin=False)
         assert serving.serving_state(connection).pinned_version == 0
         versions.publish_version(connection, PolicyVersion(version=3, path=str(tmp_path)))
         assert serving.serving_state(connection).pinned_version is None
-        assert serving.serving_state(connection).undone == range(1, 3), "also after a newer one was published"
-        serving.choose_version(connection, 1, pin=True)
-        assert not serving.serving_state(connection).undone
+        assert rewinds.undone(serving.serving_state(connection)) == range(1, 3), "also after a newer one was published"
+        rewinds.choose_version(connection, 1, pin=True)
+        assert not rewinds.undone(serving.serving_state(connection))
         versions.publish_version(connection, PolicyVersion(version=4, path=str(tmp_path)))
         assert serving.serving_state(connection).pinned_version == 1
-        serving.choose_version(connection, 4, pin=False)  # the newest: follow it
+        rewinds.choose_version(connection, 4, pin=False)  # the newest: follow it
         assert serving.serving_state(connection).pinned_version is None
 
 
@@ -112,9 +113,9 @@ def test_a_version_whose_files_are_gone_cannot_be_chosen(database, tmp_path):
     for policy in newest:
         if policy.version == 1:
             with pytest.raises(Conflict, match=r"Version 1's files no longer exist .* Choose one of: 0, 2\."):
-                serving.check_files_exist(database, policy)
+                rewinds.check_files_exist(database, policy)
         else:
-            serving.check_files_exist(database, policy)
+            rewinds.check_files_exist(database, policy)
 
 
 def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_meanwhile(database):

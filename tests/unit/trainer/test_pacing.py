@@ -10,11 +10,13 @@ from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims import claims as pacing
 from trainer.claims.claims import Claims, Supply, Wait, describe_wait, why_held
-from trainer.claims.holds import Rewind
 from trainer.claims.ledger import RunProgress
 from trainer.features import FEATURES, Settings, rewinds
-from trainer.policies import PolicyNames, training_policy
-from turnwise.store import claims, policies, rows, schema, serving, versions
+from trainer.features.policies import PolicyNames, training_policy
+from trainer.features.rewinds import Rewind
+from turnwise.features import policies
+from turnwise.features import rewinds as choices
+from turnwise.store import claims, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
 
@@ -78,11 +80,11 @@ def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served
     for version, parents in ((0, ()), (1, (0,)), (2, (0, 1))):
         source.publish(PolicyVersion(version=version, path=f"v{version}"), parents)
     with database.write() as connection:
-        serving.choose_version(connection, 0, pin=False)
+        choices.choose_version(connection, 0, pin=False)
     source.publish(PolicyVersion(version=3, path="v3"), (0, 1, 2))
     with database.read() as connection:
         assert (versions.get_version(connection, 3).error, serving.serving_state(connection).pinned_version) == (
-            versions.UNDONE,
+            choices.UNDONE,
             0,
         )
     source.publish(PolicyVersion(version=4, path="v4"), (0,))
@@ -165,7 +167,7 @@ def pin(database, version):
     with database.write() as connection:
         for number in range(version + 1):
             versions.publish_version(connection, PolicyVersion(version=number, path=f"v{number}"))
-        serving.pin_policy(connection, version)
+        choices.pin_policy(connection, version)
 
 
 def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database, caplog):
@@ -196,7 +198,7 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     One version of each policy is measured here, and the newest of the tenant has no files.
     """
     caplog.set_level("INFO")
-    monkeypatch.setattr(versions, "MAX_MEASURED", 1)
+    monkeypatch.setattr(policies, "MAX_MEASURED", 1)
     version = tmp_path / "version"
     version.mkdir()
     (version / "adapter").write_text("bytes")

@@ -11,7 +11,8 @@ from trainer.claims.claims import Claims
 from trainer.claims.ledger import ClaimedBatch, RunProgress, UpdateIds
 from trainer.features import FEATURES, Settings, sentinels
 from trainer.features.sentinels import alarms
-from turnwise.features.sentinels import Played, live_sessions
+from turnwise.features import rewinds
+from turnwise.features.sentinels import Played, alarmed_versions, live_sessions
 from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.trainer_reports import trainer_statuses
@@ -132,7 +133,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     assert states(database) == ["blocked"]
     stopped.close()
     with database.write() as conn:
-        serving.choose_version(conn, 0, pin=pin)
+        rewinds.choose_version(conn, 0, pin=pin)
         serving.activate_version(conn, 0)
         assert versions.get_version(conn, 1).alarm == alarm
     source = Claims(database, rule, holds=FEATURES.holds)
@@ -141,11 +142,11 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     assert [one.session_id for one in batch.experiences] == ["s0"]
     with monkeypatch.context() as patched:
         patched.setattr(database, "write", None)
-        assert source._look(NOW).num_singles == 0, "a poll without anything to drop only reads"
+        assert source._supply(NOW).num_singles == 0, "a poll without anything to drop only reads"
     with database.write() as conn:
         assert sum(claims.num_claimable(conn)) == 0
         serving.activate_version(conn, 1)
-        assert not versions.alarmed_versions(conn, serving.serving_state(conn).active), "it is served again"
+        assert not alarmed_versions(conn, serving.serving_state(conn).active), "it is served again"
     source.close()
 
 

@@ -1,4 +1,4 @@
-"""Routes of policies and their versions: create, list, publish, pin and roll back.
+"""Routes of policies and their versions: create, list, publish and archive.
 
 A named policy belongs to a tenant, and for other tenants it does not exist. The default policy is shared by all, and
 only its owner may change it.
@@ -6,18 +6,22 @@ only its owner may change it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
+import pathlib
 import re
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field, model_validator
 
 from proxy.auth import DEFAULT_TENANT, Principal
+from proxy.features.policies.settings import PolicySettings
 from proxy.reload.checkpoint import check_published
-from proxy.reload.version_files import PATIENCE_SECONDS
+from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.routes.control import (
     Body,
     Caller,
@@ -30,17 +34,21 @@ from proxy.routes.control import (
     describe_answer,
     is_operator,
     page,
-    policies_json,
     record_json,
     with_columns,
 )
+from proxy.routes.declared import Routes
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, Forbidden, NotFound
+from turnwise.features import policies as named_policies
 from turnwise.store import policies, serving, statements, updates, versions
 from turnwise.store.database import Connection
 from turnwise.store.earned import earned_by_version
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyStatus, PolicyVersion
-from turnwise.version_directory import exist_on_disk, on_disk, sizes_on_disk
+from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyVersion
+from turnwise.version_directory import exist_on_disk, sizes_on_disk
+
+if TYPE_CHECKING:
+    from proxy.routes.models import Answer
 
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 CHECK_SECONDS = 30.0
@@ -58,7 +66,7 @@ class PolicyRoute(CheckedRoute):
             return
         with contextlib.suppress(NotFound):
             if (await services.database.fetch(versions.get_version, int(version))).policy_id == DEFAULT_POLICY:
-                await _check_owner(services, principal)
+                await check_owner(services, principal)
 
 
 router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["policies"])
@@ -87,13 +95,6 @@ class NewPolicy(Body):
         if self.path is not None and self.base != DEFAULT_POLICY_NAME:
             raise ValueError("give `path` or `base`: a policy starts from one of both")
         return self
-
-
-class Activation(Body):
-    """How to activate a version."""
-
-    pin: bool = True
-    """Keep serving this version when newer ones are published; false serves it until a newer version is published."""
 
 
 @router.get("", responses=describe_answer("PolicyPage"))
@@ -145,9 +146,9 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
 
     def read(
         connection: Connection,
-    ) -> tuple[dict[int, policies.PolicySummary], dict[int, list[PolicyVersion]]]:
-        held = policies.summarise_policies(connection, principal.tenant)
-        return held, {number: versions.measured_versions(connection, number) for number in held}
+    ) -> tuple[dict[int, named_policies.PolicySummary], dict[int, list[PolicyVersion]]]:
+        held = named_policies.summarise_policies(connection, principal.tenant)
+        return held, {number: named_policies.measured_versions(connection, number) for number in held}
 
     held, of_policies = await services.database.fetch(read)
     measure = functools.partial(sizes_on_disk, of_policies)
@@ -172,18 +173,18 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
         if wanted.path is not None:
             await _check_directory(services, principal, wanted.path, PolicyKind.LORA, is_start=True)
         created, _ = await services.writer.do(
-            policies.create_policy,
+            named_policies.create_policy,
             principal.tenant,
             wanted.name,
             wanted.base,
             adapter=wanted.path,
-            max_policies=services.settings.tenant_max_policies,
+            max_policies=_max_policies(services),
         )
         await services.pool.refresh()
         return answer(record_json(created))
     policy = await services.database.fetch(policies.find_policy, principal.tenant, wanted.policy)
     if policy.policy_id == DEFAULT_POLICY:
-        await _check_owner(services, principal)
+        await check_owner(services, principal)
     assert wanted.path is not None
     await _check_directory(services, principal, wanted.path, wanted.kind)
     published = await services.writer.do(
@@ -215,52 +216,89 @@ async def _check_directory(
     await services.files.read(key, path, check, seconds=CHECK_SECONDS)
 
 
-async def _check_files_exist(services: Services, version: PolicyVersion) -> None:
-    """Do what `serving.check_files_exist` does, with its reads of the file system in the process for these."""
-    if version.status is PolicyStatus.ACTIVE:
-        return
-    key, read = ("activate", str(version.version), version.path), functools.partial(on_disk, version)
-    if await services.files.read(key, version.path, read, seconds=CHECK_SECONDS) is False:
-        newest = await services.database.fetch(serving.newest_of, version)
-        others = functools.partial(exist_on_disk, newest)
-        exist = await services.files.read((*key, "others"), version.path, others, seconds=CHECK_SECONDS)
-        raise serving.files_are_gone(version, exist)
+def _max_policies(services: Services) -> int | None:
+    assert isinstance(services.settings, PolicySettings)
+    return services.settings.tenant_max_policies
 
 
-@router.post("/{version}/activate", responses=describe_answer("ActivationAnswer"))
-async def activate_policy(
-    version: Version, services: Here, principal: Caller, how: Activation | None = None
-) -> Response:
-    """Serve and pin this version to its policy's sessions, also if it failed before.
-
-    A version whose files no longer exist gets 409.
-
-    With `{"pin": false}` it is served until a newer version is published. For the newest version this means: follow
-    the newest again. While an older version is pinned, that version samples all turns that the trainer trains on.
-    """
-    pin = (how or Activation()).pin
-
-    def read(connection: Connection) -> tuple[PolicyVersion, Policy]:
-        found = versions.get_version(connection, version)
-        return found, policies.policy_of_tenant(connection, principal.tenant, found)
-
-    policy, owned = await services.database.fetch(read)
-    await _check_files_exist(services, policy)
-    chosen = await services.writer.do(serving.choose_version, version, pin=pin)
-    (document,) = await policies_json([chosen], services.files, {owned.policy_id: owned.name})
-    return answer(
-        {
-            **document,
-            "is_served": chosen.status is PolicyStatus.ACTIVE,
-            "pinned_version": version if pin else None,
-        }
-    )
-
-
-async def _check_owner(services: Services, principal: Principal) -> None:
+async def check_owner(services: Services, principal: Principal) -> None:
     if not await is_operator(services, principal):
         owner = services.settings.policy_tenant or DEFAULT_TENANT
         raise Forbidden(
             f"The model belongs to tenant {owner!r}, not {principal.tenant!r}. Use one of its keys, or set the proxy's "
             "`policy_tenant`."
         )
+
+
+class Archival(Body):
+    """Whether a policy is in use."""
+
+    archived: bool = True
+    """False takes it into use again."""
+
+
+@router.post("/{policy}/archive", responses=describe_answer("NamedPolicy"))
+async def archive_policy(
+    policy: Annotated[Text, Path()], services: Here, principal: Caller, how: Archival | None = None
+) -> Response:
+    """Archive a policy of the caller's tenant, or with `{"archived": false}` take it into use again.
+
+    Calls and new sessions of an archived policy get 409. It is not trained, and engines unload its adapters. Its
+    versions, sessions and files stay.
+    """
+    archived = await services.writer.do(
+        named_policies.archive_policy,
+        principal.tenant,
+        policy,
+        is_archived=(how or Archival()).archived,
+        max_policies=_max_policies(services),
+    )
+    await services.pool.refresh()
+    return answer(record_json(archived))
+
+
+async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles, names: Mapping[int, str]) -> list[Json]:
+    """Return policy versions as the API's JSON, with policies' names by number.
+
+    `on_disk` is null where the file system, which `files` reads, does not answer.
+    """
+    by_directory: dict[pathlib.Path, list[PolicyVersion]] = {}
+    for policy in found:
+        by_directory.setdefault(pathlib.Path(policy.path).parent, []).append(policy)
+    exist: dict[int, bool | None] = {}
+    for each in await asyncio.gather(*(_on_disk(parent, group, files) for parent, group in by_directory.items())):
+        exist |= each
+    return [
+        {**record_json(policy), "policy": names[policy.policy_id], "on_disk": exist.get(policy.version)}
+        for policy in found
+    ]
+
+
+async def _on_disk(parent: pathlib.Path, found: list[PolicyVersion], files: VersionFiles) -> dict[int, bool | None]:
+    """Return whether the files of versions in one directory exist; not all of them if the file system does not answer.
+
+    Requests share a read that goes on, which may be of other versions: the missing ones are read after it.
+    """
+    read = functools.partial(exist_on_disk, found)
+    exist: dict[int, bool | None] = {}
+    with contextlib.suppress(FilesNotRead):
+        while any(policy.version not in exist for policy in found):
+            exist |= await files.read(("on disk", str(parent)), str(parent), read, seconds=PATIENCE_SECONDS)
+    return exist
+
+
+def _answers() -> Iterable[type[Answer]]:
+    from proxy.features.policies import answers
+
+    return answers.NamedPolicy, answers.PolicyAnswer, answers.PolicyPage
+
+
+ROUTES = Routes(
+    router=router,
+    actions={
+        "GET /v1/policies": "read",
+        "POST /v1/policies": "publish",
+        "POST /v1/policies/{policy}/archive": "activate",
+    },
+    answers=_answers,
+)

@@ -3,7 +3,8 @@
 A policy's adapter, optimizer, counts, directory, gauges and status are its training's own, and it trains as in a
 process of its own, bit for bit. Policies take turns, a batch each, so that none waits for more than one batch of every
 other. What fails in one policy sets that policy aside, with the error as its last report, and the others go on; the
-next start of the process tries it again. The error of the last policy ends the process.
+next start of the process tries it again. The error of the last policy ends the process. A policy waits where its
+tenant has used up a quota: tokens trained in a day, or bytes on disk.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from pydantic import Field
 
 from trainer.claims.claims import Claims
-from trainer.claims.holds import Beside
-from trainer.claims.ledger import StopFlag, UpdateIds
+from trainer.claims.holds import Beside, Hold
+from trainer.claims.ledger import RunProgress, StopFlag, UpdateIds
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.heads import Head, Reference
@@ -34,10 +36,14 @@ from trainer.train import Features, Training
 from trainer.versions.resume import OptimizerLike
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
-from turnwise.store import policies, trainer_reports
-from turnwise.store.database import Database
+from turnwise.features.policies import measured_versions, trained_tokens_since
+from turnwise.settings import Settings
+from turnwise.store import database, policies, rows, trainer_reports
+from turnwise.store.database import Connection, Database
+from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
+from turnwise.version_directory import num_bytes_on_disk
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +112,51 @@ class PolicyNames(logging.Filter):
         if name is not None:
             record.msg, record.args = f"policy {name!r}: {record.getMessage()}", ()
         return True
+
+
+class QuotaSettings(Settings):
+    """What the named policies of one tenant may use."""
+
+    tenant_trained_tokens_per_day: int | None = Field(default=None, ge=1)
+    """Tokens that the named policies of one tenant may train in a UTC day. Then their training waits for the next."""
+    tenant_policy_bytes: int | None = Field(default=None, ge=1)
+    """Bytes that the versions and states of the named policies of one tenant may take on disk. Above it their training
+    waits."""
+
+
+class Quotas(Hold[QuotaSettings]):
+    """Waits where a quota of the policy's tenant is used up."""
+
+    needs_batch = True
+
+    @classmethod
+    def is_on(cls, settings: QuotaSettings) -> bool:
+        return (settings.tenant_trained_tokens_per_day or settings.tenant_policy_bytes) is not None
+
+    def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | None:  # noqa: ARG002
+        if self._ledger.policy is None:
+            return None
+        tenant = self._ledger.policy.tenant
+        whose, settings = f"the policies of tenant {tenant!r}", self._settings
+        most_tokens, most_bytes = settings.tenant_trained_tokens_per_day, settings.tenant_policy_bytes
+        if most_tokens is not None:
+            now = rows.from_micros(database.clock(conn))
+            today = now.replace(hour=0, minute=0, second=0, microsecond=0)
+            num_tokens = trained_tokens_since(conn, tenant, today)
+            if num_tokens >= most_tokens:
+                return (
+                    f"{whose} have trained {num_tokens} tokens today, of {most_tokens} a day "
+                    "(tenant_trained_tokens_per_day): training waits until 00:00 UTC"
+                )
+        if most_bytes is not None:
+            own = [one.policy_id for one in policies.list_policies(conn) if one.tenant == tenant]
+            num_bytes = num_bytes_on_disk(each for number in own for each in measured_versions(conn, number))
+            if num_bytes is not None and num_bytes >= most_bytes:
+                return (
+                    f"{whose} take {num_bytes} bytes on disk, of {most_bytes} (tenant_policy_bytes): training "
+                    "waits until the quota is raised, or directories of versions that are not needed are deleted"
+                )
+        return None
 
 
 class Policies:

@@ -1,0 +1,1 @@
+"""Policies of tenants by name, and the names of models that calls may ask for."""
