@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -10,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.conversations import conversation_of
 from support.in_process import in_process_proxy
 from support.ports import free_port
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Fault, FaultKind, running_fake_engine
 from turnwise_fake_engine.tokens import write_tokenizer
 
+from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, EngineState, without_credentials
+from proxy.engines.http_client import Answer
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
+from proxy.sessions.memory import LiveSession
+from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineUnavailable
 from turnwise.store.database import Database
 from turnwise.types import Session
@@ -113,7 +119,7 @@ async def test_slow_health_checks_take_no_engine_out_that_sends_an_answer_meanwh
         writer.close()
 
     async def read(engine):
-        with await engine.post("/v1/chat/completions", chat_body(), {}) as answer:
+        with await sent(engine) as answer:
             while await answer.next_part():
                 began.set()
 
@@ -145,7 +151,7 @@ async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engi
     fake_engine.fail_next(Fault(kind=FaultKind.HANG))
     monkeypatch.setattr("proxy.engines.engine.GONE_SECONDS", 0.0)
     engine = Engine(fake_engine.url, timeout_seconds=600)
-    call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
+    call = asyncio.ensure_future(sent(engine))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)
     engine._http._base = "http://127.0.0.1:1"  # from now on the engine does not answer
@@ -156,8 +162,11 @@ async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engi
     await engine.close()
 
 
-def chat_body() -> bytes:
-    return b'{"model":"fake","messages":[{"role":"user","content":"Hello."}]}'
+async def sent(engine: Engine) -> Answer:
+    call, live = ChatCompletions().parse({"messages": [{"role": "user", "content": "Hello."}]}), LiveSession(SESSION)
+    call.messages_json = json.dumps(call.messages).encode()
+    place = CallPlace(live, live.session, live.forests[0], conversation_of(call))
+    return await engine.sample(call, place, "fake", {"content-type": "application/json"})
 
 
 class SilentServer:
@@ -202,7 +211,7 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
     pool, _ = make_pool(WAIT_SECONDS, f"http://127.0.0.1:{port}")
     engine = pool.engines[0]
     engine.change(EngineState.READY)
-    call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
+    call = asyncio.ensure_future(sent(engine))
     while engine.is_serving:  # noqa: ASYNC110  the call changes it
         await asyncio.sleep(0.01)
     with running_fake_engine(port=port):
@@ -220,7 +229,7 @@ async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_a
     engine = pool.engines[0]
     engine.change(EngineState.READY)
     with no_free_files(), pytest.raises(EngineUnavailable, match="Too many open files"):
-        await asyncio.wait_for(engine.post("/v1/chat/completions", b"{}", {}), WAIT_SECONDS)
+        await asyncio.wait_for(sent(engine), WAIT_SECONDS)
     assert engine.state is EngineState.READY
     await pool.close()
     server.close()
@@ -233,7 +242,7 @@ async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_se
     for engine in pool.engines:
         engine.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
-        await asyncio.wait_for(pool.engines[0].post("/v1/chat/completions", chat_body(), {}), WAIT_SECONDS)
+        await asyncio.wait_for(sent(pool.engines[0]), WAIT_SECONDS)
     assert pool.serving == [pool.engines[1]]
     await pool.close()
 
