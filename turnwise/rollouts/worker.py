@@ -75,8 +75,22 @@ def main(target: str, num_threads: int) -> int:
     threading.Thread(target=loop.run_forever, daemon=True).start()
     with ThreadPoolExecutor(num_threads) as threads:
         for line in requests:
-            threads.submit(serve, function, json.loads(line), answers, loop)
+            request = request_of(line)
+            if request is None:
+                sys.stderr.write(f"a line that is no request is left out: {line:.200}\n")
+            else:
+                threads.submit(serve, function, request, answers, loop)
     return 0
+
+
+def request_of(line: str) -> dict[str, Any] | None:
+    """Return a request of the parent; None for what a program of the agent wrote into its pipe by way of /proc."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_request = isinstance(found, dict) and isinstance(found.get("run"), dict) and {"id", "task"} <= found.keys()
+    return found if is_request else None
 
 
 def load(target: str) -> Any:
