@@ -221,7 +221,7 @@ def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(proxy, s
     assert "message_stop" not in answer
     shared_engine.fail_next(broken.model_copy())
     answer = httpx2.post(f"{proxy.session_v1(session_id)}/responses", json={**asked, "input": "a long tale"}).text
-    assert "event: error\n" in answer
+    assert "event: response.failed\n" in answer
     assert "response.completed" not in answer
     assert [view.turn.outcome for view in proxy.turns(session_id)] == [Outcome.ABORTED, Outcome.ABORTED]
 

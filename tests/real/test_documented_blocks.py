@@ -48,6 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m turnwise "$@"\n')
     program.chmod(0o755)
+    (directory / ".turnwise-key").write_text("any")  # a proxy without keys takes each
     url = f"sqlite:///{directory}/commands.db"
     database = Database(url)
     database.upgrade()

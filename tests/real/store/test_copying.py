@@ -11,9 +11,9 @@ from support.ledger_samples import add_session, finish
 from support.migrated import new_database
 
 from turnwise.errors import StoreError
-from turnwise.features import copying
+from turnwise.features import copying, policies
 from turnwise.features.page import overview
-from turnwise.store import keys, policies, turns, versions
+from turnwise.store import keys, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.schema import session_copies, sessions
 from turnwise.types import PolicyVersion
