@@ -59,17 +59,20 @@ class ForwardChecker:
         self._vocabularies.clear()
 
     def check(self, view: TurnView, place: str, report: Verification) -> None:
-        now = self.logprobs(view)
-        if isinstance(now, str):
-            report.not_checked[now] += 1
+        found = self.logprobs(view)
+        if isinstance(found, str):
+            report.not_checked[found] += 1
             return
-        for index in np.flatnonzero(~np.isneginf(now)):
+        now, is_known = found
+        for index in np.flatnonzero(is_known):
             where, stored = f"{place} logprobs[{index}]", float(view.turn.logprobs[index])
             report.compare_logprobs(stored, float(now[index]), self._tolerance, where, "the files give")
         report.checked["turns with logprobs recomputed"] += 1
 
-    def logprobs(self, view: TurnView, version: int | None = None, dtype: str = "float32") -> Reals | str:
-        """Return the logprob of each sampled token [R], or why it cannot be computed; −inf where a mask is not known.
+    def logprobs(
+        self, view: TurnView, version: int | None = None, dtype: str = "float32"
+    ) -> tuple[Reals, npt.NDArray[np.bool_]] | str:
+        """Return the logprob of each sampled token [R] and of which the mask is known [R], or why there is none.
 
         `version` is another one than sampled it, `dtype` the number format.
         """
@@ -86,7 +89,8 @@ class ForwardChecker:
                 apply_to_turn(logits_RV, sampled)
             log_p_RV = torch.log_softmax(logits_RV / (temperature_of(turn.sampling) or 1.0), -1)
         now: Reals = log_p_RV.gather(1, tokens[turn.prompt_length :, None])[:, 0].numpy().astype(np.float64)
-        return now if found is None or found.is_known is None else np.where(found.is_known, now, -np.inf)
+        is_known = None if found is None else found.is_known
+        return now, np.ones(len(now), np.bool_) if is_known is None else is_known
 
     def of_text(self, tokens: Sequence[int], positions: Sequence[int], dtype: str = "float32") -> Reals:
         """Return the logprobs of the tokens at some positions of a text, under version 0."""

@@ -22,6 +22,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Give torch one thread for a test, so that its sums are the same on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Database]:
     database = new_database(tmp_path / "ledger.db")
     yield database

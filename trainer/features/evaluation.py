@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from turnwise.errors import NotFound, StoreUnavailable
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import Settings, child_environment, variable_name
+from turnwise.statistics import intervals
 from turnwise.store import experiences, keys, serving, sessions, versions
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
@@ -114,8 +114,8 @@ class Evaluator:
             "turns_mean": sum(one.num_turns for one in ended) / len(ended),
             "num_sessions": len(rewards),
         }
-        if len(rewards) > 1:  # half of the 95 % interval of the mean
-            gauges["reward_margin"] = 1.96 * statistics.stdev(rewards) / len(rewards) ** 0.5
+        if len(rewards) > 1:
+            gauges["reward_margin"] = intervals.shown_margin(rewards)
         if is_partial:
             # Not comparable with the evaluations of other versions, by which the best ones are chosen.
             return gauges | {"is_partial": True}

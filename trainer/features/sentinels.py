@@ -24,6 +24,8 @@ from trainer.claims.ledger import Ledger, RunProgress
 from turnwise.features import sentinels
 from turnwise.features.arms import holdout_of
 from turnwise.settings import FromJson, Settings
+from turnwise.statistics import intervals
+from turnwise.statistics.confidence import Looks
 from turnwise.store import claims, serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import Change
@@ -163,18 +165,15 @@ def alarms(
         values, before = _values(now, name), [value for value, _ in _values(level, name)]
         if min(len(values), len(before)) < MIN_SESSIONS:
             continue
-        mean, mean_before = statistics.fmean(value for value, _ in values), statistics.fmean(before)
+        measured = [value for value, _ in values]
+        mean, mean_before = statistics.fmean(measured), statistics.fmean(before)
         allowed = bound * abs(mean_before) if name in RELATIVE else bound
-        error = math.hypot(_error([value for value, _ in values]), _error(before))
+        error = intervals.difference(measured, before, Looks()).error
         if mean - mean_before - NUM_STANDARD_ERRORS * error > allowed:
             worst = sorted(values, key=lambda each: -each[0])[:NUM_NAMED]
             named = tuple(session_id for _, session_id in worst)
             found.append(Alarm(name, mean, mean_before, bound, named))
     return found
-
-
-def _error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _values(sessions: Iterable[sentinels.Played], name: Sentinel) -> list[tuple[float, str]]:

@@ -287,21 +287,24 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
     stages: dict[str, Computed] = defaultdict(Computed)
     sampled: dict[str, set[int]] = defaultdict(set)
 
-    def compute(whose: str, of: list[TurnView], version: int | None = None, number: str = "float32") -> None:
-        for view in of:
-            now = checker.logprobs(view, version, number)
-            if isinstance(now, str):
-                raise ChildFailed(f"a turn of version {view.turn.policy_version_first} cannot be computed: {now}")
-            getattr(stages[_stage(view)], whose).extend(now.tolist())
+    def compute(whose: str, version: int | None = None, number: str = "float32") -> None:
+        for view in views:
+            found = checker.logprobs(view, version, number)
+            if isinstance(found, str):
+                raise ChildFailed(f"a turn of version {view.turn.policy_version_first} cannot be computed: {found}")
+            now, is_known = found
+            stage = stages[_stage(view)]
+            getattr(stage, whose).extend(now[is_known].tolist())
+            if whose == "exact":
+                stage.engine.extend(view.turn.logprobs[is_known].tolist())
 
     for view in views:
-        stages[_stage(view)].engine.extend(view.turn.logprobs.tolist())
         sampled[_stage(view)].add(view.turn.policy_version_first)
-    compute("exact", views)
+    compute("exact")
     if any(view.turn.policy_version_first for view in views):
-        compute("base", views, version=0)
+        compute("base", version=0)
     if dtype != "float32":
-        compute("rounded", views, number=dtype)
+        compute("rounded", number=dtype)
     followed = [view.turn for view in views if view.turn.seq > 0]
     extended = sum(turn.parent_turn_id is not None for turn in followed)
     found = {name: {"versions": sorted(sampled[name]), **stage.gaps()} for name, stage in stages.items()}

@@ -46,6 +46,12 @@ def mean(values: Values, confidence: Confidence, bounds: Bounds | None = None) -
     return _interval(estimate, centre, error, len(sample), max(0, num - 1), confidence)
 
 
+def shown_margin(values: Values) -> float:
+    """Return half of the 95 % interval that lists and charts show beside a mean: 1.96 standard errors."""
+    sample = np.asarray(values, np.float64)
+    return 1.96 * math.sqrt(_moments(sample, None)[1] / len(sample))
+
+
 def difference(newer: Values, older: Values, confidence: Confidence, bounds: Bounds | None = None) -> Interval:
     """Return mean(newer) − mean(older) of two independent samples, with Welch's error and degrees of freedom."""
     samples = [_moments(np.asarray(values, np.float64), bounds) for values in (newer, older)]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from turnwise.statistics.confidence import Confidence
 from turnwise.statistics.intervals import Bounds, Interval, Values
+
+Reals: TypeAlias = npt.NDArray[np.float64]
 
 MIN_SESSIONS = 100
 MIN_EFFECTIVE = 40
@@ -56,8 +60,7 @@ def change(log_weights: Values, rewards: Values, confidence: Confidence, bounds:
     return Change(interval, reason, num, effective, mean_weight, is_off)
 
 
-def _paired(logs: Values, rewards: Values, confidence: Confidence, bounds: Bounds) -> Interval:
-    logs, rewards = np.asarray(logs, np.float64), np.asarray(rewards, np.float64)
+def _paired(logs: Reals, rewards: Reals, confidence: Confidence, bounds: Bounds) -> Interval:
     estimate = _influence(logs, rewards)[0]
     ghosts = np.full(2, logs.max())
     _, parts = _influence(np.concatenate([logs, ghosts]), np.concatenate([rewards, bounds]))
@@ -67,15 +70,13 @@ def _paired(logs: Values, rewards: Values, confidence: Confidence, bounds: Bound
     return Interval(estimate, estimate - margin, estimate + margin, error, num)
 
 
-def _influence(logs: Values, rewards: Values) -> tuple[float, np.ndarray]:
-    logs, rewards = np.asarray(logs, np.float64), np.asarray(rewards, np.float64)
+def _influence(logs: Reals, rewards: Reals) -> tuple[float, Reals]:
     weights = np.exp(logs - _log_sum(logs)) * len(logs)
     new, old = float((weights * rewards).mean()), float(rewards.mean())
     return new - old, weights * (rewards - new) - (rewards - old)
 
 
-def _log_sum(logs: Values) -> float:
-    logs = np.asarray(logs, np.float64)
+def _log_sum(logs: Reals) -> float:
     top = float(logs.max())
     return top + math.log(float(np.exp(logs - top).sum()))
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.statistics import intervals
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import DELETED, policy_versions, sessions, turns
@@ -38,7 +39,7 @@ class Earned:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Earned:
-        margin = 1.96 * statistics.stdev(rewards) / len(rewards) ** 0.5 if len(rewards) >= FEWEST else None
+        margin = intervals.shown_margin(rewards) if len(rewards) >= FEWEST else None
         return cls(num_sessions=len(rewards), mean=statistics.fmean(rewards), margin=margin)
 
 

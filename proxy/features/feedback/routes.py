@@ -199,16 +199,20 @@ async def delete_feedback(
 
 async def _withdraw(services: Services, principal: Principal, wanted: NewFeedback) -> Response:
     session_id = await services.database.fetch(_session_of, principal, wanted)
-    target = Feedback(
+    target = _as_given(principal, wanted, session_id, {"value": None})
+    retrain = services.settings.retrain_revised
+    return answer(_feedback_json(await services.writer.do(feedback.withdraw, target, retrain=retrain)))
+
+
+def _as_given(principal: Principal, wanted: NewFeedback, session_id: str, content: Json) -> Feedback:
+    return Feedback(
         session_id=session_id,
         tenant=principal.tenant,
         turn_id=wanted.turn_id or "",
         kind=wanted.kind,
         name=wanted.name,
-        content={"value": None},
+        content=content,
     )
-    retrain = services.settings.retrain_revised
-    return answer(_feedback_json(await services.writer.do(feedback.withdraw, target, retrain=retrain)))
 
 
 def _session_of(connection: Connection, principal: Principal, wanted: NewFeedback) -> str:
@@ -250,16 +254,8 @@ def _feedback(
     content: Json = {"value": clean}
     content |= {} if wanted.scale is None else {"scale": list(wanted.scale)}
     content |= {"over": wanted.over} if wanted.over else {}
-    given = Feedback(
-        session_id=session_id,
-        tenant=principal.tenant,
-        turn_id=wanted.turn_id or "",
-        kind=wanted.kind,
-        name=wanted.name,
-        content=content,
-        source=wanted.source,
-        written_by=principal.key_id,
-    )
+    given = _as_given(principal, wanted, session_id, content)
+    given = dataclasses.replace(given, source=wanted.source, written_by=principal.key_id)
     group: list[feedback.Member] = []
     if clean != wanted.value:
         return given, group

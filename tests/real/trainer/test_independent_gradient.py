@@ -24,6 +24,8 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EPSILON, STEP = 1e4, 0.5
 """Of Adam, and what a step moves the weights by for each unit of gradient."""
 TOLERANCE = 1e-4
@@ -273,14 +275,6 @@ RECIPES = {
     "two_minibatches": Recipe({"algorithm": "grpo"}, by_token(grpo), num_minibatches=2),
     "dpo_two_minibatches": Recipe({"algorithm": "dpo"}, dpo, is_plain=True, num_minibatches=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -31,17 +31,11 @@ from turnwise.store.trainer_reports import trainer_statuses
 from turnwise.store.versions import LOST, add_metrics, list_versions
 from turnwise.version_directory import read_manifest, weights_digest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Killed(BaseException):
     """Raised where a process would be killed; no code may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settings_for(tmp_path, model, **changes):

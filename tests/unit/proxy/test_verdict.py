@@ -33,7 +33,7 @@ def test_a_significant_fall_of_the_reward_beyond_the_limit_rolls_back():
 
 
 def test_a_version_that_changes_nothing_is_hardly_ever_rolled_back_at_any_of_a_hundred_looks():
-    """Two standard errors at each look rolled 13 of 100 back (bench: tests/unit/statistics)."""
+    """Two standard errors at each look are no interval of a hundred looks."""
     generator = random.Random(0)
     settings = ArmSettings(canary_share=0.5, canary_min_sessions=8, canary_max_sessions=100, canary_reward_drop=0.001)
     rolled_back = 0

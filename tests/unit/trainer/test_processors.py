@@ -472,3 +472,25 @@ def test_a_forward_check_loads_the_tokenizer_of_a_version_once(letters, tmp_path
         checker.check(view, place, report)
     assert report.checked["turns with logprobs recomputed"] == 2
     assert loaded == [str(directory)]
+
+
+def test_a_token_that_its_sampling_excludes_is_a_mismatch_of_a_forward_pass(tmp_path):
+    """Its logprob is −inf, which is no sign of a mask that nobody knows."""
+    directory = make_model(tmp_path / "model")
+    turn = Turn(
+        turn_id="t",
+        session_id="s",
+        chain_id="c",
+        sampling={"allowed_token_ids": [D]},
+        prompt_length=1,
+        token_ids=np.array([D, A], np.int32),
+        logprobs=np.array([0.0, -1.0], np.float32),
+    )
+    view = TurnView(turn=turn, messages=[], tools=None, prompt_token_ids=np.array([D], np.int32), rewards=())
+    checker, report = (
+        ForwardChecker({0: PolicyVersion(version=0, path=str(directory))}, tolerance=100.0),
+        Verification(),
+    )
+    checker.check(view, "turn", report)
+    assert report.checked["logprobs"] == 2
+    assert [each.place for each in report.mismatches] == ["turn logprobs[1]"]
