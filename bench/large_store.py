@@ -108,9 +108,8 @@ PAGES = {
     "open sessions with a reward": Page(claims.num_open_with_reward),
     "stalled groups to train": Page(lambda c: groups.stalled(utc_now() - HOUR).is_due(c)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
-    "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, limit=50)),
-    "no more sessions to archive": Page(lambda c: retention.over_since(c, START - HOUR, limit=50)),
     "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR)),
+    "no more sessions to delete": Page(lambda c: retention.prune(c, START - HOUR)),
     "unfinished groups for /metrics (at most 10,000)": Page(groups.unfinished_groups, is_bounded=False),
 }
 

@@ -47,7 +47,7 @@ class Part:
     json_bytes = 1
     """Bytes of a turn's JSON for a stored byte."""
     column: str | None = None
-    """The column of turns that had it before turns had parts, as in an archive of then."""
+    """The column of turns that had it before 0.2, where turns had no parts yet."""
     reply_field: str | None = None
     """The field of a choice of the engine's reply, a text, that it is packed from; the client does not get it."""
     is_text = False

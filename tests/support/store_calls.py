@@ -17,7 +17,6 @@ from support.store_fill import acknowledge, claim, inferred_turn, opened
 
 from turnwise.errors import Conflict
 from turnwise.features import (
-    archive,
     arms,
     consent,
     feedback,
@@ -110,32 +109,14 @@ def _release_deleted(conn: sa.Connection) -> None:
 
 
 def _parts(conn: sa.Connection) -> None:
-    """Let another policy have sampled all turns; take its parts of the groups to an archive and back."""
+    """Let another policy have sampled all turns; delete its parts of the groups."""
     conn.execute(sa.update(schema.turns).where(schema.turns.c.session_pk.in_(range(1, 100))).values(policy_id=1))
     groups.add_parts(conn, range(1, 100))
-    _archive(conn)
-
-
-def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archive.Row]]:
-    found = retention.over_since(conn, NOW + WEEK, limit=2)
-    assert found
-    return {name: list(archive.select_rows(conn, name, found)) for name in archive.tables()}
-
-
-def _archive(conn: sa.Connection, moved: int = 0) -> None:
-    """Take sessions to an archive and back, with other numbers of their groups, as another database has."""
-    rows_of = {
-        name: [dict(row, group_pk=row["group_pk"] + moved) if row.get("group_pk") else row for row in found]
-        for name, found in _rows_to_archive(conn).items()
-    }
-    retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
-    while retention.sweep(conn):
-        pass
-    assert all(archive.insert_session(conn, each) for each in archive.grouped(rows_of))
+    assert retention.prune(conn, NOW + WEEK).sessions
 
 
 def _images(conn: sa.Connection) -> None:
-    """Store an image of a session that is over, read it, take it to an archive and back, and delete it."""
+    """Store an image of a session that is over, read it, and delete it."""
     part = {"type": "image_url", "image_url": {"url": f"image:{DIGEST}"}}
     turn = make_turn("t9", session_id="over", tenant="t", messages=[{"role": "user", "content": [part]}])
     turns.append_rows(conn, [rows.TURNS.row(turn, media={DIGEST: images.Media("image/png", b"")})])
@@ -144,14 +125,11 @@ def _images(conn: sa.Connection) -> None:
     placed = {"digest": DIGEST, "offset": 0, "length": 1, "runs": [[0, 1]]}
     seen = sa.update(schema.turns).where(schema.turns.c.turn_id == "t9")
     conn.execute(seen.values(rows.TURNS.values({"parts": {IMAGES: pack_images([placed])}})))
-    over = selection.session_row(conn, "t", "over")
     with_files = experiences.Shape(merge="chain", with_unrewarded=True, with_files=True)
     list(experiences.experiences(conn, SessionFilter(tenant="t", session_id="over"), with_files))
-    rows_of = {name: list(archive.select_rows(conn, name, [over])) for name in archive.tables()}
     retention.delete_session(conn, "t", "over")
     while retention.sweep(conn):
         pass
-    assert all(archive.insert_session(conn, each) for each in archive.grouped(rows_of))
 
 
 def _base(conn: sa.Connection) -> None:
@@ -214,7 +192,6 @@ def _pins(conn: sa.Connection) -> None:
     versions.publish_version(conn, PolicyVersion(version=3, path="/no/model", update_id=3, weights_digest="d"))
     transfers.fail_unwritten(conn, after=2)
     rewinds.choose_version(conn, 3, pin=True)
-    versions.reserve_numbers(conn, 1_000)
 
 
 def _versions(conn: sa.Connection) -> None:
@@ -511,13 +488,7 @@ OF_ALL: dict[str, Ask] = {
     "groups without rewards": lambda c: changed(c, groups.unrewarded(NOW + WEEK)),
     "old answers": lambda c: rewards.forget_answers(c, NOW - WEEK),
     "old sessions": lambda c: retention.prune(c, NOW + WEEK),
-    "no more sessions to archive": lambda c: retention.over_since(c, LONG_AGO),
-    "later sessions to archive": lambda c: retention.over_since(
-        c, NOW + WEEK, after=retention.over_since(c, NOW + WEEK, limit=1)[0]
-    ),
-    "rows to archive": _rows_to_archive,
-    "an archive": _archive,
-    "an archive of another database": lambda c: _archive(c, moved=10**6),
+    "no more old sessions": lambda c: retention.prune(c, LONG_AGO),
     "parts of groups": _parts,
 }
 """Calls of the trainer and of maintenance, which are of all tenants."""

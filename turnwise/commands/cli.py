@@ -25,7 +25,7 @@ from turnwise.commands.output import print_error
 from turnwise.commands.policies import policies, updates
 from turnwise.commands.recipe import recipe
 from turnwise.commands.run import run
-from turnwise.commands.sessions import archive, forget, prune, sessions
+from turnwise.commands.sessions import forget, prune, sessions
 from turnwise.commands.up import up
 from turnwise.commands.verify import doctor, verify
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
@@ -95,7 +95,7 @@ def main() -> None:
 
 for _command in (
     *(up, proxy, train, engine, fake_engine, run, reward, recipe),
-    *(init, doctor, db, keys, sessions, prune, archive, forget, policies, updates, export, imports, verify, certify),
+    *(init, doctor, db, keys, sessions, prune, forget, policies, updates, export, imports, verify, certify),
 ):
     main.add_command(_command)
 

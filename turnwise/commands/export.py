@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -32,7 +31,7 @@ from turnwise.types import Credit, Json, SessionStatus, values_of
 if TYPE_CHECKING:
     from turnwise.chains import Experience
     from turnwise.client import Client
-    from turnwise.store.database import Connection, Database
+    from turnwise.store.database import Connection
     from turnwise.store.selection import SessionFilter
 
 EXPERIENCE_FORMATS = ("jsonl", "axolotl", "parquet", "hf")
@@ -68,18 +67,12 @@ LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
     type=click.Path(path_type=Path, allow_dash=True),
     help="File to write; for hf, a directory [default: stdout].",
 )
-@click.option(
-    "--archive",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Read the sessions of an archive that `turnwise archive` wrote, instead of the database's.",
-)
 @takes_place
 @click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
 def export(
     place: DataPlace,
     output: Path | None,
     format_name: str,
-    archive: Path | None,
     *,
     min_reward: float | None,
     has_all: bool,
@@ -95,13 +88,13 @@ def export(
     lines = None if format_name in EXPERIENCE_FORMATS else _line_maker(format_name, min_reward)
     if lines is not None and not has_all and given["session_id"] is None and given["status"] is None:
         lines = _of_finished(lines)
-    with contextlib.nullcontext() if archive else place.client() as client:
+    with place.client() as client:
         if client is not None:
             given["train"] = not denied
             count = _write_lines(_remote_lines(client, format_name, lines, min_reward, given), path)
         else:
             wanted = dataclasses.replace(filter_of(given), train=not denied)
-            count = _write_stored(place, archive, format_name, lines, path, wanted, given | {"min_reward": min_reward})
+            count = _write_stored(place, format_name, lines, path, wanted, given | {"min_reward": min_reward})
     if as_json:
         click.echo(json.dumps({"format": format_name, "count": count}), err=True)
     elif path is not None:
@@ -124,14 +117,13 @@ def _remote_lines(
 
 def _write_stored(
     place: DataPlace,
-    archive: Path | None,
     format_name: str,
     lines: LineMaker | None,
     output: Path | None,
     wanted: SessionFilter,
     given: dict[str, Any],
 ) -> int:
-    with place.store() if archive is None else _opened_archive(archive) as store, store.read() as conn:
+    with place.store() as store, store.read() as conn:
         if lines is None:
             return _write_experiences(conn, wanted, format_name, output, **given)
         return _write_lines(lines(_sessions(conn, wanted)), output)
@@ -221,22 +213,6 @@ def _experience_line(experience: Experience) -> Json:
     shown = experience_json(experience)
     own = {"tenant": experience.tenant, "routed_experts": experts_of(experience)}
     return {name: values_of(value) for name, value in (shown | own).items()}
-
-
-@contextlib.contextmanager
-def _opened_archive(directory: Path) -> Iterator[Database]:
-    """Open a temporary database with the sessions of an archive."""
-    from turnwise.exchange.archive import restore
-    from turnwise.store.database import Database
-
-    with tempfile.TemporaryDirectory(prefix="turnwise-archive-") as temporary:
-        database = Database(f"sqlite:///{temporary}/archive.db")
-        try:
-            database.upgrade()
-            restore(database, directory)
-            yield database
-        finally:
-            database.close()
 
 
 def _write_lines(lines: Iterable[Json], output: Path | None) -> int:

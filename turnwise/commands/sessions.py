@@ -1,4 +1,4 @@
-"""Commands about stored sessions: `sessions` lists and searches them; `prune`, `archive` and `forget` remove some."""
+"""Commands about stored sessions: `sessions` lists and searches them; `prune` and `forget` remove some."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import datetime as dt
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -155,28 +154,6 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
     if session_id is not None:
         return f"session {session_id!r} of tenant {tenant!r}"
     return f"all {num_sessions} sessions and {num_keys} keys of tenant {tenant!r}"
-
-
-@click.command("archive")
-@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--older-than-days", type=click.FloatRange(min=0), help="Age of the last activity, in days.")
-@click.option("--restore", is_flag=True, help="Store the archive's sessions again; the archive stays as it is.")
-@database_option
-@json_option
-def archive(
-    directory: Path, older_than_days: float | None, database: str | None, *, restore: bool, as_json: bool
-) -> None:
-    """Move sessions that have been over for this long to Parquet files in DIRECTORY; what waits for training stays."""
-    if restore == (older_than_days is not None):
-        raise click.UsageError("give either --older-than-days or --restore")
-    from turnwise.exchange import archive as archives
-
-    with opened(database_url(database), creates=restore) as store:
-        if older_than_days is None:
-            print_records({"restored_sessions": archives.restore(store, directory)}, as_json=as_json)
-            return
-        moved = archives.archive(store, directory, utc_now() - dt.timedelta(days=older_than_days))
-    print_records({"archived_sessions": len(moved.sessions), "archived_turns": moved.num_turns}, as_json=as_json)
 
 
 def _delete_all(database: Database, delete_some: Callable[[Connection], retention.Deleted]) -> Json:

@@ -3,7 +3,7 @@
 A copy keeps its tokens, messages and digests, so the next call extends it as it would extend the original. It is not
 trained, and not counted as a sampled turn: its outcome is `untrainable` with the reason `forked`.
 
-Turns are copied, not referred to: then each session has all of its tokens, so that training, exports, archives and
+Turns are copied, not referred to: then each session has all of its tokens, so that training, exports, copies and
 deletions read and write one session at a time, and the deletion of one changes no other. The path is read before the
 first transaction, and each transaction copies a slice of it.
 """

@@ -220,4 +220,4 @@ def _add_new(conn: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         add_media(conn, with_images)
 
 
-EXTENSION = Extension(after_append=_add_new, sweep=sweep_media, shared={media: session_media})
+EXTENSION = Extension(after_append=_add_new, sweep=sweep_media)

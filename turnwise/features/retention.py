@@ -35,7 +35,7 @@ from turnwise.store.schema import (
     turns,
 )
 from turnwise.store.selection import SessionFilter, session_row
-from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among, num_within
+from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among
 from turnwise.store.trainer_reports import forget_in_states
 from turnwise.store.turns import fitting
 from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
@@ -44,8 +44,7 @@ from turnwise.version_directory import remove_files
 TURNS_AT_ONCE = 100
 BYTES_AT_ONCE = 4 * 2**20
 """Maximum number of turns, and of bytes of them, that one transaction deletes; the first turn may be larger."""
-_OVER = (SessionStatus.ENDED, SessionStatus.EXPIRED)
-_IS_OVER = sessions.c.status.in_([status.value for status in _OVER])
+_OVER = [SessionStatus.ENDED.value, SessionStatus.EXPIRED.value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,40 +164,7 @@ def finish(database: Database, deleted: Deleted) -> Deletion:
     )
 
 
-def over_since(
-    conn: sa.Connection,
-    before: datetime.datetime,
-    *,
-    after: StoredRow | None = None,
-    limit: int = SESSIONS_AT_ONCE,
-) -> list[StoredRow]:
-    """Return the rows of some sessions that `prune` would delete, in the order of an index; none after the last page.
-
-    `after` is the last row of the page before.
-    """
-    at, pk = sessions.c.last_active_at, sessions.c.session_pk
-    statuses = _OVER if after is None else _OVER[_OVER.index(SessionStatus(after.status)) :]
-    for status in statuses:
-        page = _select_over(before, sessions.c.status == status.value).order_by(at, pk).limit(limit)
-        if after is not None and after.status == status.value:
-            # The first condition limits what is read of the index, which does not contain the key on PostgreSQL.
-            page = page.where(
-                at >= after.last_active_at,
-                sa.or_(at > after.last_active_at, pk > after.session_pk),
-            )
-        if found := conn.execute(page).all():
-            return list(found[: num_within((row.num_turns for row in found), TURNS_AT_ONCE)])
-    return []
-
-
-def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
-    is_read = is_among(conn.dialect, sessions.c.session_pk, [row.session_pk for row in read])
-    present = conn.execute(sa.select(sessions).where(is_read).with_for_update()).all()
-    before = {row.session_pk: tuple(row) for row in read}
-    return _delete(conn, [row for row in present if tuple(row) == before[row.session_pk]])
-
-
-def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _IS_OVER) -> sa.Select[*tuple[Any, ...]]:
+def _select_over(before: datetime.datetime) -> sa.Select[*tuple[Any, ...]]:
     unfinished, part = [GroupStatus.READY.value, GroupStatus.CLAIMED.value], groups.alias()
     waiting = sa.or_(
         groups.c.status.in_(unfinished),
@@ -212,7 +178,7 @@ def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _I
         sa.select(sessions)
         .outerjoin(groups, sessions.c.group_pk == groups.c.group_pk)
         .where(
-            is_over,
+            sessions.c.status.in_(_OVER),
             sessions.c.last_active_at < to_micros(before),
             sa.or_(sessions.c.group_pk.is_(None), ~waiting),
         )

@@ -21,7 +21,6 @@ NOT_BY_ENGINES = (
     versions.LOST,
     UNDONE,
     versions.OVERTAKEN,
-    versions.ELSEWHERE,
 )
 """How the error of a failed version begins where no engine refused to load it."""
 

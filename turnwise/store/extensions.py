@@ -68,10 +68,7 @@ class Extension(NamedTuple):
     tables_of_tenants: tuple[sa.Table, ...] = ()
     """Tables whose rows go with their tenant, with a column `tenant`."""
     tables_of_sessions: tuple[sa.Table, ...] = ()
-    """Tables whose rows are archived, restored and deleted with their session, with a column `session_pk`."""
-    shared: Mapping[sa.Table, sa.Table] = {}
-    """Tables whose rows several sessions share, each with the table that links sessions to them: by `session_pk`, and
-    by their primary key under the same names. They leave for archives and come back with each; `sweep` deletes them."""
+    """Tables whose rows are deleted with their session, with a column `session_pk`."""
     sweep: Callable[[sa.Connection, int], bool] | None = None
     """Deletes some of what only a deleted session has, by its key; returns whether there was any."""
     columns: tuple[Column, ...] = ()
@@ -89,7 +86,6 @@ after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]]
 after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
 tables_of_tenants: list[sa.Table] = []
 tables_of_sessions: list[sa.Table] = []
-shared: dict[sa.Table, sa.Table] = {}
 sweeps: list[Callable[[sa.Connection, int], bool]] = []
 columns: list[Column] = []
 conditions: dict[str, Condition] = {}
@@ -109,8 +105,6 @@ def use(extensions: Iterable[Extension]) -> None:
     tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]
     tables_of_sessions[:] = [table for each in found for table in each.tables_of_sessions]
     columns[:] = [column for each in found for column in each.columns]
-    shared.clear()
-    shared.update(item for each in found for item in each.shared.items())
     sweeps[:] = [each.sweep for each in found if each.sweep is not None]
     conditions.clear()
     conditions.update(item for each in found for item in each.conditions.items())

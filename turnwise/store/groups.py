@@ -123,7 +123,7 @@ def imported_groups(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> lis
     return list(conn.execute(wanted.order_by(groups.c.group_pk)).scalars())
 
 
-def is_group(tenant: str, group_id: str) -> tuple[sa.ColumnElement[bool], ...]:
+def _is_group(tenant: str, group_id: str) -> tuple[sa.ColumnElement[bool], ...]:
     return groups.c.tenant == tenant, groups.c.group_id == group_id, groups.c.part_of.is_(None)
 
 
@@ -132,7 +132,7 @@ def join(conn: sa.Connection, session: Session) -> int:
     new = _new_group(session)
     if created := insert_new_rows(conn, groups, [new], "group_pk"):
         return int(created[0][0])
-    group = conn.execute(sa.select(groups).where(*is_group(new["tenant"], new["group_id"])).with_for_update()).one()
+    group = conn.execute(sa.select(groups).where(*_is_group(new["tenant"], new["group_id"])).with_for_update()).one()
     _check_joinable(group, session)
     conn.execute(
         sa.update(groups)
@@ -341,7 +341,7 @@ def progress_of(conn: sa.Connection, session: Session) -> Progress | None:
     is_open = sessions.c.group_pk == groups.c.group_pk, sessions.c.status == SessionStatus.OPEN.value
     num_open = sa.select(sa.func.count()).select_from(sessions).where(*is_open).correlate(groups).scalar_subquery()
     columns = [groups.c[name] for name in Progress._fields[:-1]]
-    row = conn.execute(sa.select(*columns, num_open).where(*is_group(session.tenant, group_id))).one_or_none()
+    row = conn.execute(sa.select(*columns, num_open).where(*_is_group(session.tenant, group_id))).one_or_none()
     return None if row is None else Progress._make(row)._replace(status=GroupStatus(row.status))
 
 

@@ -134,7 +134,7 @@ session_copies = sa.Table(
     index("ix_session_copies_source", "tenant", "source_id"),
 )
 """The sessions that hold copies of turns of others: `made_by` is `feedback` for those of demonstrations, and `forked`.
-The source is named by its id, by which it is found again when it comes back from an archive."""
+The source is named by its id."""
 
 turns = sa.Table(
     "turns",

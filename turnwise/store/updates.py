@@ -150,7 +150,10 @@ def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateReco
 
 
 def last_update_id(conn: sa.Connection) -> int:
-    """Return the highest id of an update, also of one whose sessions an archive brought from another database."""
+    """Return the highest id of an update, also of one that trained sessions alone name.
+
+    Before 0.2 sessions could come from another database, without its updates.
+    """
     stored, of_sessions = sa.func.max(table.c.update_id), sa.func.max(trained_sessions.c.update_id)
     found = conn.execute(sa.select(sa.select(stored).scalar_subquery(), sa.select(of_sessions).scalar_subquery())).one()
     return max(number or 0 for number in found)

@@ -22,7 +22,6 @@ REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
 LOST = "lost: its trainer ended before its files were written"
 OVERTAKEN = "overtaken: another trainer recorded what it was trained on, or an update of its policy"
-ELSEWHERE = "of another database: sessions that were restored from an archive name versions up to this one"
 """How the error of some failed versions begins."""
 
 
@@ -54,16 +53,6 @@ def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
     if version.is_written and not known.is_written:
         change_version(conn, version.version, weights_digest=version.weights_digest)
     return False
-
-
-def reserve_numbers(conn: sa.Connection, highest: int) -> None:
-    """Let no later version get a number up to this one, if it is above all stored ones.
-
-    A failed version has the highest number: the weights that it names are not here.
-    """
-    if highest > (highest_version(conn) or 0):
-        path = f"elsewhere/v{highest:06d}"
-        publish_version(conn, PolicyVersion(version=highest, path=path, kind=PolicyKind.LORA, error=ELSEWHERE))
 
 
 def publish_next(

@@ -7,11 +7,10 @@ import pytest
 from support.ledger_samples import add_finished, add_session, finish
 
 from turnwise.errors import Conflict
-from turnwise.features import archive, consent, forks, retention, sentinels
+from turnwise.features import consent, forks, retention, sentinels
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.store import claims, experiences, groups, selection, sessions
 from turnwise.store.database import Database
-from turnwise.store.schema import sessions as table
 from turnwise.types import Session
 
 HOLDER = {"user": {"user_id": "kim"}, "key": {"key_id": "k1"}, "tenant": {}}
@@ -153,20 +152,6 @@ def test_exports_and_the_regression_set_leave_marked_sessions_out_unless_they_ar
             assert [one.session_id for one in experiences.experiences(conn, wanted)] == expected
         assert sentinels.live_sessions(conn, 9)[0].session_id == "kept"
         assert len(sentinels.live_sessions(conn, 9)) == 1
-
-
-def test_a_session_that_comes_back_from_an_archive_gets_the_marks_that_were_made_meanwhile(database):
-    add_finished(database, "s", user_id="kim")
-    with database.read() as conn:
-        found = conn.execute(table.select()).all()
-        rows = {name: [dict(row) for row in archive.select_rows(conn, name, found)] for name in archive.tables()}
-    with database.write() as conn:
-        retention.delete_session(conn, "default", "s")
-    retention.delete_all(database, lambda _: retention.Deleted())
-    apply(database, mark("user", "kim", record=False))
-    with database.write() as conn:
-        assert all(archive.insert_session(conn, each) for each in archive.grouped(rows))
-    assert consent_of(database, "s") == (False, False)
 
 
 def test_a_tenants_marks_are_listed_in_pages_and_deleted_with_it(database):

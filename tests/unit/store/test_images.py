@@ -15,13 +15,12 @@ from support.waiting import WAIT_SECONDS, assert_stays
 from turnwise import chains
 from turnwise.commands.export import _sessions
 from turnwise.exchange import training_formats
-from turnwise.exchange.archive import archive, restore
 from turnwise.features import forks, images, retention
 from turnwise.features.images import IMAGES, PlacedImage, images_of, pack_images
 from turnwise.store import experiences, rows, schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
-from turnwise.types import Json, Session, Turn, utc_now
+from turnwise.types import Json, Session, Turn
 from turnwise.verify.records import verify
 
 FILE = b"\x89PNG the colour of a marker " * 40
@@ -134,19 +133,6 @@ def test_a_turn_that_shows_an_image_while_it_is_deleted_waits_and_has_it(filled)
         appended[0].result(WAIT_SECONDS)
     with filled.read() as connection:
         assert images.read_media(connection, "default", [DIGEST], session_id="late")
-
-
-def test_an_archive_takes_images_out_and_brings_them_back(filled, tmp_path):
-    for session_id, tenant in (("a", "default"), ("b", "default"), ("c", "other")):
-        finish(filled, session_id, tenant=tenant)
-    before = utc_now().replace(year=2100)
-    with filled.write() as connection:
-        connection.execute(sa.update(schema.groups).values(status="trained"))
-    assert len(archive(filled, tmp_path / "archive", before).sessions) == 3
-    assert stored_files(filled) == []
-    assert restore(filled, tmp_path / "archive") == 3
-    with filled.read() as connection:
-        assert images.read_media(connection, "other", [DIGEST], session_id="c") == {DIGEST: ("image/png", FILE)}
 
 
 def test_a_claimed_experience_has_its_images_with_their_files(filled):

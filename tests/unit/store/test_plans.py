@@ -42,8 +42,6 @@ NOT_RECORDED = {
 LOST_RACES = {"store/sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
 """Call sites that run only if another transaction has created the same session meanwhile."""
 ONLY_ON_POSTGRESQL = {
-    "features/archive.py: _last_assigned(conn, groups.c.group_pk)",
-    "features/archive.py: conn.execute(last)",
     "features/consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
 }
 """Call sites that send nothing on SQLite."""
@@ -334,28 +332,11 @@ def growing(names: Collection[str], few: Database, many: Database) -> dict[str, 
 
 
 def test_the_work_of_a_tenants_call_does_not_grow_with_the_data_of_other_tenants(sqlite_store, tmp_path):
-    """Nor that of the last page of sessions to archive, which reads no young session."""
+    """Nor that of a look for old sessions, which reads no young one."""
     with filled(tmp_path / "others.db", 10 * OTHER_GROUPS, 0) as larger:
-        assert growing([*OF_TENANT, "no more sessions to archive"], sqlite_store, larger) == {}
+        assert growing([*OF_TENANT, "no more old sessions"], sqlite_store, larger) == {}
 
 
 def test_the_work_of_a_call_of_one_session_does_not_grow_with_its_tenants_data(sqlite_store, tmp_path):
     with filled(tmp_path / "own.db", OTHER_GROUPS, 10 * OTHER_GROUPS) as larger:
         assert growing(OF_TENANT.keys() - GROWING_WITH_THE_TENANT, sqlite_store, larger) == {}
-
-
-@pytest.mark.postgres
-def test_the_last_page_of_sessions_to_archive_is_read_from_an_index_on_postgresql(postgres_store):
-    """The index contains each session's last activity, so that no young session is read."""
-    recording = Recording()
-    recorded(postgres_store, CALLS["later sessions to archive"], recording)
-    with undone(postgres_store) as conn:
-        without_scans(conn)
-        driver: Any = conn.connection.driver_connection
-        last = recording.sent[-1]
-        with psycopg.Cursor(driver) as cursor:
-            plan = "\n".join(line for (line,) in cursor.execute(f"EXPLAIN {last.text}", last.params))
-    searched = re.search(r"Index Scan using ix_sessions_status on sessions .*\n *Index Cond: (.*)", plan)
-    assert searched is not None, plan
-    for condition in ("status = ", "last_active_at >= ", "last_active_at < "):
-        assert condition in searched[1], plan
