@@ -42,7 +42,7 @@ from turnwise.rollouts.runner import POLL_SECONDS, active_policy
 from turnwise.settings import Settings, has_sections
 from turnwise.types import Json
 
-SESSION_SECONDS = "600"
+SESSION_SECONDS = 600.0
 """After which a session has failed: a crowded machine plays 32 at a time in minutes."""
 MAX_FAILED_SESSIONS = 5
 """Number of failed sessions after which the demo ends with the last session's error."""
@@ -53,8 +53,8 @@ UP_SECONDS = 45.0
 BLOCK = 32
 """Held-out tasks that are played at once; after them it is decided whether more are needed."""
 SHOWN_CHARACTERS = 80
-RUN_SECONDS = 60.0
-"""How long running sessions may take to end; a cancelled call would count as failed."""
+RUN_SECONDS = SESSION_SECONDS + 60.0
+"""How long `turnwise run` may take to end: each session has its whole time, because a call that is cut off failed."""
 
 
 class DemoSettings(Settings):
@@ -254,7 +254,7 @@ class Demo:
         places = ["--url", self._proxy, "--tasks", str(self._tasks_file(tasks or split))]
         places += ["--out", str(self._results(name)), "--split", split]
         agent = ["--call", self.call, "--python", self.python, "--parallel", str(self.num_parallel)]
-        agent += ["--timeout", SESSION_SECONDS]
+        agent += ["--timeout", f"{SESSION_SECONDS:g}"]
         shown = {"training": "learning, sessions played"}.get(name, f"playing {name}")
         total = None if name == "training" else self._tasks_file(tasks or split).read_bytes().count(b"\n")
         with self._doing(shown, total) as advance:
@@ -442,8 +442,10 @@ class Demo:
         report.num_sessions = len(played)
         report.num_turns = sum(report.outcomes.values())
         report.num_chains_max = max([session["num_chains"] async for session in client.sessions()])
-        report.failed_requests = report.outcomes.get("error", 0) + report.outcomes.get("aborted", 0)
-        report.failed_requests += self._check_failed(played) + sum(report.refused.values())
+        failed = {name: report.outcomes.get(name, 0) for name in ("error", "aborted")} | report.refused
+        report.failures = {name: count for name, count in failed.items() if count}
+        if num_sessions := self._check_failed(played):
+            report.failures["sessions"] = num_sessions
         report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)
 
 

@@ -167,7 +167,8 @@ class Report(RunReport):
     num_sessions: int = 0
     num_turns: int = 0
     num_sampled_tokens: int = 0
-    failed_requests: int = 0
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Failed requests by outcome, or by the code of the proxy's own error, and failed `sessions`."""
     outcomes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Turns by outcome."""
     refused: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -176,6 +177,10 @@ class Report(RunReport):
     """Maximum number of chains of a session, if it was counted."""
     reload_pause_seconds_max: float = 0.0
     curve: list[Point] = dataclasses.field(default_factory=list)
+
+    @property
+    def failed_requests(self) -> int:
+        return sum(self.failures.values())
 
     def set_before(self, results: Sequence[RunResult]) -> None:
         self.reward_before, self.margin_before = mean_reward(results), round(margin(results), 4)
@@ -199,10 +204,12 @@ class Report(RunReport):
         """Return the result in words, and where the files are."""
         before, after = self.reward_before, self.reward_after
         played = f"{self.num_sessions} sessions, {self.num_turns} turns, {self.num_sampled_tokens} sampled tokens"
+        failures = ", ".join(f"{count} {name}" for name, count in self.failures.items())
+        failed = f"{self.failed_requests} failed requests" + (f" ({failures})" if failures else "")
         first, last = f"{before:.2f} ± {self.margin_before:.2f}", f"{after:.2f} ± {self.margin_after:.2f}"
         return [
             f"held-out reward {first} → {last} (95 %), over {' and '.join(map(str, self.num_eval_tasks))} tasks",
-            f"{self.num_policy_versions} policy versions, {played}, {self.failed_requests} failed requests",
+            f"{self.num_policy_versions} policy versions, {played}, {failed}",
             f"{self.warm_up_seconds:.0f} s to build the model, {self.seconds:.0f} s from the start of the engine on",
             f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}",
             f"one task before and after: {out / 'transcript.md'}",

@@ -11,10 +11,12 @@ import pytest
 
 from examples.bosses import tasks as bosses
 from examples.colour_words import tasks as colour_words
+from examples.demos import driver
 from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from examples.demos.real import RealDemoSettings
 from examples.demos.report import Report, margin
 from examples.policies import tasks as preferences
+from turnwise.errors import RolloutFailed
 from turnwise.rollouts.results import RunResult
 
 AGENT = Path("examples/bosses/agent.py")
@@ -89,6 +91,27 @@ def test_a_control_gives_every_reward_to_another_session():
 def test_the_demo_must_learn_and_its_control_must_not(control, after, is_met):
     report = Report(title="", seed=0, reward_before=0.3, reward_after=after)
     assert (RealDemoSettings(control=control).missed(report) is None) is is_met
+
+
+async def test_a_running_session_has_its_whole_time_when_the_training_is_ended(monkeypatch, tmp_path):
+    """On a busy machine 60 seconds were too few: `turnwise run` was killed, and six calls of it were cut off."""
+    given = []
+
+    async def run_limited(argv, **options):
+        given.append((argv, options))
+        raise RolloutFailed("ended")
+
+    monkeypatch.setattr(driver, "run_limited", run_limited)
+    with pytest.raises(RolloutFailed):
+        await driver.Demo(driver.DemoSettings(out=tmp_path), say=lambda *_: None)._play("training", "train")
+    ((argv, options),) = given
+    assert options["grace_seconds"] > float(argv[argv.index("--timeout") + 1])
+
+
+def test_the_result_names_which_requests_failed_and_misses_the_target():
+    report = Report(title="", seed=0, reward_after=1.0, failures={"aborted": 5, "overloaded": 1})
+    assert "6 failed requests (5 aborted, 1 overloaded)" in report.lines(Path())[1]
+    assert RealDemoSettings().missed(report) is not None
 
 
 def test_each_answer_is_right_for_one_preference_alone():
