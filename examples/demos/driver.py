@@ -24,7 +24,7 @@ from pydantic import Field
 
 from examples.demos import plain_agent
 from examples.demos.plain_agent import Split
-from examples.demos.report import Point, Report, RunReport, margin, mean_reward
+from examples.demos.report import Point, Report, RunReport, count_failures, margin, mean_reward
 from examples.demos.terminal import Advance, Terminal
 from turnwise.client import AsyncClient
 from turnwise.commands import place
@@ -425,7 +425,8 @@ class Demo:
     async def _count(self, client: AsyncClient, report: Report) -> None:
         """Copy the counts of the proxy and of `turnwise run` to the report."""
         families = text_string_to_metric_families(await client.metrics())
-        for sample in (each for family in families for each in family.samples):
+        samples = [each for family in families for each in family.samples]
+        for sample in samples:
             match sample.name:
                 case "turnwise_turns_total":
                     outcome = sample.labels["outcome"]
@@ -442,8 +443,7 @@ class Demo:
         report.num_sessions = len(played)
         report.num_turns = sum(report.outcomes.values())
         report.num_chains_max = max([session["num_chains"] async for session in client.sessions()])
-        failed = {name: report.outcomes.get(name, 0) for name in ("error", "aborted")} | report.refused
-        report.failures = {name: count for name, count in failed.items() if count}
+        report.failures = count_failures(samples)
         if num_sessions := self._check_failed(played):
             report.failures["sessions"] = num_sessions
         report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)

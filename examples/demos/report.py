@@ -7,9 +7,12 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.samples import Sample
 
 from turnwise.rollouts.results import RunResult
 from turnwise.types import PolicyKind
@@ -90,6 +93,17 @@ def margin(results: Sequence[RunResult]) -> float:
     return Z / (1 + Z**2 / num) * math.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
 
 
+def count_failures(samples: Iterable[Sample]) -> dict[str, int]:
+    """Return how many requests failed, by reason or by the code of the proxy's own error, from its metrics."""
+    turns, refused = Counter[str](), Counter[str]()
+    for sample in samples:
+        if sample.name == "turnwise_turns_total" and sample.labels["outcome"] in ("error", "aborted"):
+            turns[sample.labels["reason"] or sample.labels["outcome"]] += int(sample.value)
+        elif sample.name == "turnwise_refused_total":
+            refused[sample.labels["code"]] += int(sample.value)
+    return dict(+(turns | refused))  # a call that reached no engine is in both
+
+
 @dataclasses.dataclass(slots=True)
 class Point:
     """One policy version on the learning curve."""
@@ -168,7 +182,7 @@ class Report(RunReport):
     num_turns: int = 0
     num_sampled_tokens: int = 0
     failures: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Failed requests by outcome, or by the code of the proxy's own error, and failed `sessions`."""
+    """Failed requests by reason or code, and failed `sessions`."""
     outcomes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Turns by outcome."""
     refused: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 
 import pytest
 import uvloop
@@ -112,6 +113,30 @@ async def test_a_kept_connection_that_the_server_closes_is_replaced(monkeypatch)
         assert [await post(client), await post(client)] == [(200, b"ok")] * 2
     assert server.num_connections == 2
     assert len(server.requests) == 3
+
+
+async def test_no_request_is_sent_on_a_connection_that_the_server_has_closed_while_this_process_was_busy(monkeypatch):
+    """As an engine does after 5 s; a process that is stopped meanwhile reads it late, and counts no call as failed."""
+    monkeypatch.setattr("proxy.engines.http_client.STALE_SECONDS", 0.0)
+    has_closed = threading.Event()
+
+    def serve() -> None:
+        for _ in range(2):
+            with listening.accept()[0] as connection:
+                connection.recv(ONE_READ)
+                connection.sendall(OK)
+            has_closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        client = HttpClient(url, connect_seconds=WAIT_SECONDS, silence_seconds=WAIT_SECONDS)
+        try:
+            assert await post(client) == (200, b"ok")
+            assert has_closed.wait(WAIT_SECONDS)  # the event loop stands still
+            assert await post(client) == (200, b"ok")
+        finally:
+            await client.close()
 
 
 async def closing(server, reader, _):

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from examples.bosses import tasks as bosses
 from examples.colour_words import tasks as colour_words
 from examples.demos import driver
 from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from examples.demos.real import RealDemoSettings
-from examples.demos.report import Report, margin
+from examples.demos.report import Report, count_failures, margin
 from examples.policies import tasks as preferences
 from turnwise.errors import RolloutFailed
 from turnwise.rollouts.results import RunResult
@@ -112,6 +113,20 @@ def test_the_result_names_which_requests_failed_and_misses_the_target():
     report = Report(title="", seed=0, reward_after=1.0, failures={"aborted": 5, "overloaded": 1})
     assert "6 failed requests (5 aborted, 1 overloaded)" in report.lines(Path())[1]
     assert RealDemoSettings().missed(report) is not None
+
+
+def test_a_call_that_reached_no_engine_is_one_failed_request():
+    """The proxy counts it as a turn with this reason, and as a refusal with this code."""
+    metrics = """
+turnwise_turns_total{outcome="exact",reason=""} 9.0
+turnwise_turns_total{outcome="error",reason="engine_unavailable"} 3.0
+turnwise_turns_total{outcome="aborted",reason=""} 2.0
+turnwise_refused_total{code="engine_unavailable"} 3.0
+turnwise_refused_total{code="overloaded"} 1.0
+turnwise_refused_total{code="invalid_request"} 0.0
+"""
+    samples = [each for family in text_string_to_metric_families(metrics) for each in family.samples]
+    assert count_failures(samples) == {"engine_unavailable": 3, "aborted": 2, "overloaded": 1}
 
 
 def test_each_answer_is_right_for_one_preference_alone():
