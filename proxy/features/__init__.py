@@ -58,6 +58,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.forks",
     "proxy.features.policies.routes",
     "proxy.features.rewinds",
+    "proxy.features.remote_claims",
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
     "proxy.features.limits.routes",

@@ -101,6 +101,38 @@ class AsyncClient(Connection):
         answer = await self._send(wire.get_image(digest))
         return wire.data_url(answer.headers["content-type"], answer.content)
 
+    async def claim(
+        self,
+        trainer_id: str,
+        *,
+        policy: str = "default",
+        max_groups: int = 8,
+        singles_per_group: int = 1,
+        lease_seconds: float = 60.0,
+    ) -> Json:
+        return await self._json(wire.claim(trainer_id, policy, max_groups, singles_per_group, lease_seconds))
+
+    async def renew_claim(self, held: Json, lease_seconds: float = 60.0) -> Json:
+        return await self._json(wire.change_claim("renew", held, lease_seconds=lease_seconds))
+
+    async def release_claim(self, held: Json, reason: str | None = None) -> Json:
+        return await self._json(wire.change_claim("release", held, reason=reason))
+
+    async def acknowledge_claim(
+        self,
+        held: Json,
+        trainer_id: str,
+        policy_version: int,
+        trained: Mapping[str, float],
+        *,
+        refused: Mapping[str, str] | None = None,
+        metrics: Json | None = None,
+    ) -> Json:
+        done = {"trained": dict(trained), "refused": refused, "metrics": metrics}
+        return await self._json(
+            wire.change_claim("ack", held, trainer_id=trainer_id, policy_version=policy_version, **done)
+        )
+
     async def recomputed_logprobs(self, turn_id: str) -> Json:
         return await self._json(wire.recompute_logprobs(turn_id))
 

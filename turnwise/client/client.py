@@ -134,6 +134,40 @@ class Client(Connection):
         answer = self._send(wire.get_image(digest))
         return wire.data_url(answer.headers["content-type"], answer.content)
 
+    def claim(
+        self,
+        trainer_id: str,
+        *,
+        policy: str = "default",
+        max_groups: int = 8,
+        singles_per_group: int = 1,
+        lease_seconds: float = 60.0,
+    ) -> Json:
+        """Claim rewarded groups to train; return them with their `chains`, both empty where no group is ready."""
+        return self._json(wire.claim(trainer_id, policy, max_groups, singles_per_group, lease_seconds))
+
+    def renew_claim(self, held: Json, lease_seconds: float = 60.0) -> Json:
+        """Hold claimed groups for longer; return the sessions that must not be trained, and what was deleted."""
+        return self._json(wire.change_claim("renew", held, lease_seconds=lease_seconds))
+
+    def release_claim(self, held: Json, reason: str | None = None) -> Json:
+        """Give claimed groups back, to be claimed again."""
+        return self._json(wire.change_claim("release", held, reason=reason))
+
+    def acknowledge_claim(
+        self,
+        held: Json,
+        trainer_id: str,
+        policy_version: int,
+        trained: Mapping[str, float],
+        *,
+        refused: Mapping[str, str] | None = None,
+        metrics: Json | None = None,
+    ) -> Json:
+        """Record that claimed groups were trained: the advantage of each turn, and the published version it made."""
+        done = {"trained": dict(trained), "refused": refused, "metrics": metrics}
+        return self._json(wire.change_claim("ack", held, trainer_id=trainer_id, policy_version=policy_version, **done))
+
     def recomputed_logprobs(self, turn_id: str) -> Json:
         """Return a turn's logprobs as stored and as the served version computes them now; needs an admin key."""
         return self._json(wire.recompute_logprobs(turn_id))

@@ -187,6 +187,16 @@ def archive_policy(name: str, *, archived: bool) -> ApiCall:
     return write(f"/v1/policies/{segment(name)}/archive", {"archived": archived})
 
 
+def claim(trainer_id: str, policy: str, max_groups: int, singles_per_group: int, lease_seconds: float) -> ApiCall:
+    body = {"trainer_id": trainer_id, "policy": policy, "max_groups": max_groups, "lease_seconds": lease_seconds}
+    return write("/v1/claims", body | {"singles_per_group": singles_per_group})
+
+
+def change_claim(how: Literal["renew", "release", "ack"], held: Json, **fields: Any) -> ApiCall:
+    groups = [{name: each[name] for name in ("group", "group_id", "fencing_token")} for each in held["groups"]]
+    return write(f"/v1/claims/{how}", {"groups": groups, **given(fields)})
+
+
 def revoke_key(key_id: str) -> ApiCall:
     return write(f"/v1/keys/{segment(key_id)}/revoke", {})
 

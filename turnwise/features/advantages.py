@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from turnwise.credit import Floats, is_uniform, normalised
 from turnwise.store.experiences import PER_TURN, Shape, Source, experiences, opened
 from turnwise.store.policies import names_of_policies
 from turnwise.store.selection import SessionFilter
-from turnwise.types import SessionStatus
+from turnwise.types import GroupKey, SessionStatus
 
 NUM_GROUPS = 64
 """Groups whose advantages are kept during a reading: sessions of a group are mostly stored together."""
@@ -48,21 +48,35 @@ def with_advantages(source: Source, wanted: SessionFilter, shape: Shape = PER_TU
         if experience.turn_advantages is not None or experience.info["single"] or is_open:
             yield experience
             continue
-        values = of_group(*experience.group_key, experience.policy_id)
-        if experience.is_by_step:
-            found = [values[step][turn] for turn, step in zip(experience.turn_ids, experience.turn_steps, strict=True)]
-        else:
-            found = [values[None][experience.session_id]] * len(experience.turn_ids)
-        yield dataclasses.replace(experience, turn_advantages=np.array(found, np.float64))
+        yield _with_advantages(experience, of_group(*experience.group_key, experience.policy_id))
 
 
-def _group_values(turns: Iterable[Experience]) -> GroupValues:
+def in_groups(found: Sequence[Experience]) -> Iterator[Experience]:
+    """Yield all chains of some groups, of one policy, with the advantages that their turns would get."""
+    members: dict[GroupKey, list[Experience]] = defaultdict(list)
+    for each in found:
+        members[each.group_key].append(each)
+    values = {key: _group_values(of) for key, of in members.items()}
+    for each in found:
+        yield each if each.info["single"] else _with_advantages(each, values[each.group_key])
+
+
+def _with_advantages(experience: Experience, values: GroupValues) -> Experience:
+    if experience.is_by_step:
+        found = [values[step][turn] for turn, step in zip(experience.turn_ids, experience.turn_steps, strict=True)]
+    else:
+        found = [values[None][experience.session_id]] * len(experience.turn_ids)
+    return dataclasses.replace(experience, turn_advantages=np.array(found, np.float64))
+
+
+def _group_values(experiences: Iterable[Experience]) -> GroupValues:
     values: dict[int | None, dict[str, float]] = defaultdict(dict)
-    for turn in turns:
-        if turn.is_by_step:
-            values[turn.turn_steps[0]][turn.turn_ids[0]] = float(turn.turn_returns[0])
+    for each in experiences:
+        if each.is_by_step:
+            for step, turn_id, value in zip(each.turn_steps, each.turn_ids, each.turn_returns, strict=True):
+                values[step][turn_id] = float(value)
         else:
-            values[None][turn.session_id] = turn.reward
+            values[None][each.session_id] = each.reward
     return {part: dict(zip(of, _centred(np.array([*of.values()])), strict=True)) for part, of in values.items()}
 
 

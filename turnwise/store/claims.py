@@ -10,11 +10,12 @@ itself, however late it renews their lease.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
@@ -42,7 +43,10 @@ from turnwise.types import (
     gauges,
 )
 
-_IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
+Target: TypeAlias = sa.Connection | Database
+"""Where a claim is changed: in a transaction, or in one of its own."""
+IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
+"""A row of a group that `ClaimedGroup.is_single` describes."""
 MOST_COUNTED = 10_000
 LONGEST_LEASE_SECONDS = 3600.0
 """Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
@@ -98,7 +102,7 @@ class Finished:
 
 
 def claim(
-    db: Database,
+    db: Target,
     trainer_id: str,
     *,
     max_groups: int,
@@ -107,6 +111,7 @@ def claim(
     min_policy_version: int | None = None,
     with_imported: bool = False,
     policy_id: int = DEFAULT_POLICY,
+    tenant: str | None = None,
     held: Collection[int] = (),
     now: datetime.datetime | None = None,
 ) -> Claim | None:
@@ -114,9 +119,10 @@ def claim(
 
     `singles_per_group` single sessions count as one of the `max_groups`. The lease is at most `LONGEST_LEASE_SECONDS`.
     Groups with a trainable turn older than `min_policy_version` are dropped with the reason `stale`. Groups with the
-    keys `held` are the trainer's already, and are not claimed again. `now` replaces the database's time in tests.
+    keys `held` are the trainer's already, and are not claimed again. With a tenant only its groups are claimed. `now`
+    replaces the database's time in tests.
     """
-    with db.write() as conn:
+    with _writing(db) as conn:
         instant = clock(conn, now)
         sampled = _is_claimable(conn.dialect, instant, policy_id, held)
         num_stale = 0 if min_policy_version is None else _drop_stale(conn, sampled, min_policy_version)
@@ -127,9 +133,12 @@ def claim(
                 groups.c.group_id,
                 groups.c.tenant,
                 (groups.c.fencing_token + 1).label("fencing_token"),
-                _IS_SINGLE.label("is_single"),
+                IS_SINGLE.label("is_single"),
             )
-            .where(_is_claimable(conn.dialect, instant, policy_id, held, with_imported=with_imported))
+            .where(
+                _is_claimable(conn.dialect, instant, policy_id, held, with_imported=with_imported),
+                sa.true() if tenant is None else groups.c.tenant == tenant,
+            )
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups * singles_per_group)
             .with_for_update(skip_locked=True)
@@ -176,7 +185,7 @@ def num_claimable(
     `held`, as for `claim`, are not counted.
     """
     claimable = _is_claimable(conn.dialect, clock(conn), policy_id, held, with_imported=with_imported)
-    singles = sa.func.coalesce(sa.func.sum(sa.case((_IS_SINGLE, 1), else_=0)), 0)
+    singles = sa.func.coalesce(sa.func.sum(sa.case((IS_SINGLE, 1), else_=0)), 0)
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
     return int(total) - int(num_singles), int(num_singles)
@@ -220,25 +229,25 @@ def oldest_version_in_flight(
     return found
 
 
-def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> None:
+def renew(db: Target, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> None:
     """Extend the lease.
 
     Raises:
         LeaseLost: another trainer has claimed one of the groups.
     """
-    with db.write() as conn:
+    with _writing(db) as conn:
         leased_until = clock(conn, now) + _lease_micros(lease_seconds)
         for group in held.groups:
             _change(conn, group, leased_until=leased_until)
 
 
-def release(db: Database, held: Claim, reason: str | None = None) -> None:
+def release(db: Target, held: Claim, reason: str | None = None) -> None:
     """Make the groups claimable again, with a reason.
 
     Raises:
         LeaseLost: another trainer has claimed one of the groups.
     """
-    with db.write() as conn:
+    with _writing(db) as conn:
         for group in held.groups:
             _change(conn, group, status=GroupStatus.READY.value, leased_until=None, trainer_id=None, reason=reason)
 
@@ -298,6 +307,10 @@ def _is_claimable(
     )
     claimable = sa.and_(is_ready, groups.c.policy_id == policy_id)
     return claimable if with_imported else sa.and_(claimable, groups.c.imported.is_(None))
+
+
+def _writing(target: Target) -> contextlib.AbstractContextManager[sa.Connection]:
+    return target.write() if isinstance(target, Database) else contextlib.nullcontext(target)
 
 
 def _lease_micros(lease_seconds: float) -> int:
