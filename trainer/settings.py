@@ -62,7 +62,7 @@ class TrainerSettings(SelectionRule):
     others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
     stalled_policy: Literal["train", "drop"] = "train"
     """Train a stalled group without its missing sessions, or drop it."""
-    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
+    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT, Role.SUMMARY])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 
     # When training waits

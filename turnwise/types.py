@@ -167,8 +167,10 @@ class Role(enum.StrEnum):
     """The session's own agent."""
     SUB_AGENT = "sub_agent"
     """An agent that another agent started."""
+    SUMMARY = "summary"
+    """A turn that sums up a conversation, which its harness then goes on without: its credit is what follows."""
     SIDE = "side"
-    """A call of the harness: a title, a summary, a compaction prompt, a probe."""
+    """A call of the harness: a title, a topic, a probe."""
     RETRY = "retry"
     """A discarded attempt: the same prompt was sampled again."""
 
@@ -183,7 +185,7 @@ MAX_REWARD = 1e6
 """Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
 TOOL_GRAMMAR = "tool_grammar"
 """Sampling parameter that is stored where the engine sampled under a grammar of tools that the call does not name."""
-TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
+TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT, Role.SUMMARY})
 """Roles that are trained by default."""
 
 

@@ -72,7 +72,7 @@ async def list_experiences(
     reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
     merge: Literal["turn", "chain"] = "turn",
     role: Annotated[
-        list[Role] | None, Query(description="Roles that are trained; by default main and sub_agent.")
+        list[Role] | None, Query(description="Roles that are trained; by default main, sub_agent and summary.")
     ] = None,
 ) -> StreamingResponse:
     """Return the experiences to train as JSON Lines, with the sessions' credit policy or, as a dry run, another one.

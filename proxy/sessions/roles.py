@@ -1,9 +1,9 @@
-"""Whether a chain is the main agent's, a sub-agent's, a side call, or a discarded attempt, also after the fact.
+"""Whether a chain is the main agent's, a sub-agent's, a summary, a side call, or a discarded attempt, also afterwards.
 
 The role of a chain is found when it starts, from the agent's id, the system message and the shape of the call; its
 later turns have the same. A session's only chain is the main agent's, whatever it asks for, save the compaction prompt
-of a known harness in a call that names no session. A chain that asks for a title, a topic or a summary becomes a side
-chain as soon as the session has another chain.
+of a known harness in a call that names no session. A chain that asks for a title or a topic becomes a side chain as
+soon as the session has another chain, and one that asks for a summary becomes a summary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ MAX_SEARCHED = 256
 PROBE_TOKENS = 4
 """A call that may sample no more than these tokens only tests the connection."""
 COMPACTION_PROMPT = "compaction_prompt"
-"""Reason of a turn that asks for a summary in the chain that is summarised: the turn alone is a side call."""
+"""Reason of a turn that asks for a summary in the chain that is summarised: the turn alone has another role."""
+AFTER_SUMMARY = "after_summary"
+"""Reason of a turn that extends a turn which may be a summary, so that the context stays as it is."""
+ASKS_FOR_SUMMARY = "asks_for_summary"
 Root: TypeAlias = tuple[str | None, bytes]
 """What a chain's first turn shows about it: `side_task` of its call, and the digest of the system messages before the
 first other message."""
@@ -85,15 +88,15 @@ COMPACTION = TextPattern(
 )
 TASKS = {
     "asks_for_title": TextPattern(
-        ("title",),
+        ("title", "summari"),
         re.compile(
             r"\btitle generator\b|\b(?:generate|write|create|output|extract|suggest|come up with)\b[^.\n]{0,60}"
-            r"\btitle\b",
+            r"\btitle\b|\bsummari[sz]e\b[^.\n]{0,60}\b(?:under|within|at most|up to) \d+ (?:characters|words)\b",
             re.IGNORECASE,
         ),
     ),
     "asks_for_topic": TextPattern(("topic",), re.compile(r"\bnew conversation topic\b", re.IGNORECASE)),
-    "asks_for_summary": COMPACTION,
+    ASKS_FOR_SUMMARY: COMPACTION,
 }
 """What harnesses ask for beside an agent's own work, by the reason that is stored."""
 
@@ -124,18 +127,19 @@ def find_role(
     """
     if parent is not None:
         if _asks_for(COMPACTION, _last_text(call.messages)):
-            return Role.SIDE, COMPACTION_PROMPT
-        return continued_role(parent, forest), "extends"
+            return Role.SUMMARY, COMPACTION_PROMPT
+        is_after = _asks_for(COMPACTION, _last_text(call.messages[parent.num_messages - 2 : parent.num_messages - 1]))
+        return continued_role(parent, forest), AFTER_SUMMARY if is_after else "extends"
     if call.agent_id is not None:
         return Role.SUB_AGENT, "agent_id"
     assert root is not None
     task, system_digest = root
     if not forest.agent_roots:
-        is_compaction = not is_named and task == "asks_for_summary"
+        is_compaction = not is_named and task == ASKS_FOR_SUMMARY
         is_shipped = is_compaction and any(_asks_for(SHIPPED, text) for text in _asked_texts(call.messages))
-        return (Role.SIDE, "asks_for_summary") if is_shipped else (Role.MAIN, "first_chain")
+        return (Role.SUMMARY, ASKS_FOR_SUMMARY) if is_shipped else (Role.MAIN, "first_chain")
     if task is not None:
-        return Role.SIDE, task
+        return _role_of(task), task
     return _later_role(call, reason, forest, system_digest)
 
 
@@ -147,7 +151,7 @@ def _later_role(call: Call, reason: str | None, forest: TurnForest, system_diges
     if same is not None and not has_replies and _is_asked_by_call(call.messages, forest):
         return Role.SUB_AGENT, "asked_by_tool_call"
     if same is not None:
-        return same.role, "same_system"
+        return continued_role(same, forest), "same_system"
     continued = forest.find_reply(call.messages) if has_replies else None
     return (Role.SUB_AGENT, "other_system") if continued is None else (continued.role, "continues_conversation")
 
@@ -167,7 +171,7 @@ def corrections(
         for root in forest.side_roots:
             if root.role is Role.MAIN and root.side_task is not None:
                 chain = [each.turn_id for each in forest.by_id.values() if each.chain_id == root.chain_id]
-                found.append((chain, (Role.SIDE, root.side_task)))
+                found.append((chain, (_role_of(root.side_task), root.side_task)))
     siblings = [other for other in forest.siblings(turn) if other.is_aborted]
     parent = forest.by_id.get(turn.parent_turn_id or "")
     if parent is not None and parent.role is Role.RETRY:
@@ -218,11 +222,15 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
         texts = (_last_text(messages),) if tools else _asked_texts(messages)
-        return "asks_for_summary" if any(_asks_for(COMPACTION, text) for text in texts) else None
+        return ASKS_FOR_SUMMARY if any(_asks_for(COMPACTION, text) for text in texts) else None
     if tools:
         return None
     texts = _asked_texts(messages)
     return next((name for name, asked in TASKS.items() if any(_asks_for(asked, text) for text in texts)), None)
+
+
+def _role_of(task: str) -> Role:
+    return Role.SUMMARY if task == ASKS_FOR_SUMMARY else Role.SIDE
 
 
 def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS) -> str:

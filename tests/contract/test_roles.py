@@ -47,22 +47,26 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy):
     assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text
 
 
-def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy):
-    """The summary is a side call of the first chain; the agent continues with its system message, without a history."""
+def test_a_summary_is_trained_with_both_chains_and_the_next_context_says_that_it_goes_on_from_it(proxy):
+    """The engine repeats the last message: the summary is the text of the request, in a frame of the harness."""
     first = call(proxy, CODER, USER, tools=TOOLS)
     reply = {"role": "assistant", "content": "Fix the bug."}
     compact = {"role": "user", "content": "Summarize our conversation so far."}
+    unused = call(proxy, CODER, USER, reply, {"role": "user", "content": "Summarize this conversation."}, tools=TOOLS)
     summary = call(proxy, CODER, USER, reply, compact, tools=TOOLS)
-    on = call(proxy, CODER, {"role": "user", "content": "So far: the bug is found. Go on."}, tools=TOOLS)
+    on = call(proxy, CODER, {"role": "user", "content": f"<summary>{compact['content']}</summary> Go on."}, tools=TOOLS)
     httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
     turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
-    assert [(turn["turn_id"], turn["role"], turn["outcome"]) for turn in turns] == [
-        (first, "main", "exact"),
-        (summary, "side", "exact"),
-        (on, "main", "exact"),
+    assert [(turn["turn_id"], turn["role"], turn["outcome"], turn["continues_summary"]) for turn in turns] == [
+        (first, "main", "exact", None),
+        (unused, "summary", "exact", None),
+        (summary, "summary", "exact", None),
+        (on, "main", "exact", [summary]),
     ]
+    assert [turn["summary_left_out"] for turn in turns] == [None, "not_continued", None, None]
     lines = httpx2.get(f"{proxy.v1}/experiences", params={"merge": "chain"}).raise_for_status().text.splitlines()
-    trained = [orjson.loads(line) for line in lines]
-    assert [experience["turn_ids"] for experience in trained] == [[first], [on]]
-    assert len({(each["session_id"], each["eid"]["task"], each["eid"]["run"]) for each in trained}) == 1
-    assert [each["turn_rewards"] for each in trained] == [[1.0], [1.0]]
+    chains = [orjson.loads(line) for line in lines]
+    assert [experience["turn_ids"] for experience in chains] == [[first, summary], [on]]
+    assert len({(each["session_id"], each["eid"]["task"], each["eid"]["run"]) for each in chains}) == 1
+    assert [each["turn_rewards"] for each in chains] == [[1.0, 1.0], [1.0]]
+    assert trained(proxy, role=["main", "sub_agent"]) == [first, on]

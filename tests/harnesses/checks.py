@@ -30,7 +30,7 @@ def other_roles(turns: Sequence[Json]) -> list[str]:
         {
             f"{turn['role'].replace('_', '-')} (`{turn['role_reason']}`)"
             for turn in turns
-            if turn["role"] in {"side", "sub_agent"} and turn["role_reason"] != "extends"
+            if turn["role"] in {"side", "sub_agent", "summary"} and turn["role_reason"] != "extends"
         }
     )
 

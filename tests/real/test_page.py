@@ -266,6 +266,29 @@ def test_a_branch_shows_its_reason_and_both_texts(window):
     assert "What the client sent in this turn" in text
 
 
+def test_a_compaction_shows_both_contexts_their_tokens_and_the_summary_between_them(window, world):
+    """The stand-in engine repeats the last message, here as a summary."""
+    client = OpenAI(base_url=f"{world.url}/sessions/compacted/v1", api_key="none")
+    asked = {"role": "user", "content": "Summarize our conversation so far."}
+    said = client.chat.completions.create(
+        model="fake",
+        messages=(start := [{"role": "user", "content": "Hello."}]),
+        max_completion_tokens=8,
+    )
+    reply = {"role": "assistant", "content": said.choices[0].message.content}
+    for messages in ([*start, reply, asked], [{"role": "user", "content": f"So far: {asked['content']}"}]):
+        client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+    long, summary, after = world.turns("compacted")
+    text = " ".join(main_text(window.open(f"#session/compacted/{after.turn.turn_id}")).split())
+    before = long.turn.prompt_length + long.turn.token_ids.size
+    assert "This context goes on from a summary" in text
+    assert f"Turn 0: {before} tokens" in text
+    assert f"Turn 1: {summary.turn.token_ids.size} tokens" in text
+    assert f"{after.turn.prompt_length} tokens" in text
+    text = " ".join(main_text(window.open(f"#session/compacted/{summary.turn.turn_id}")).split())
+    assert "A summary of the conversation up to here; it goes on in Turn 2." in text
+
+
 def test_tokens_are_compared_with_the_served_version(window):
     page = window.open("#session/edited")
     page.locator("summary:text('Tokens')").last.click()

@@ -350,6 +350,7 @@ OF_TENANT: dict[str, Ask] = {
     "a changed session": lambda c: sessions.change_session(c, _session("s", metadata={"a": 1}), {"metadata"}),
     "a changed group": _regroup,
     "a turn to append": lambda c: turns.append_turns(c, [_turn()]),
+    "a turn that goes on from a summary": lambda c: turns.append_turns(c, _compacted()),
     "what calls cost": _costs,
     "a turn that is stored": lambda c: (
         turns.append_turns(c, [inferred_turn("t8")]),
@@ -508,6 +509,17 @@ CALLS = {**OF_TENANT, **OF_ALL, **OF_THE_WHOLE_STORE}
 
 def _pk(conn: sa.Connection, session_id: str) -> int:
     return int(selection.session_row(conn, "t", session_id).session_pk)
+
+
+def _compacted() -> list[Turn]:
+    parent = dataclasses.replace(make_turn("t2"), turn_id="t-s-t2")
+    asked, said = [{"role": "user", "content": "Sum it up."}], {"role": "assistant", "content": "What was done so far."}
+    of_session = {"session_id": "s", "tenant": "t"}
+    attempts = [
+        make_turn(name, parent, messages=asked, response=response, role=Role.SUMMARY, **of_session)
+        for name, response in (("t10", {"role": "assistant", "content": "Nothing."}), ("t11", said))
+    ]
+    return [*attempts, make_turn("t12", messages=[said | {"role": "user"}], role=Role.MAIN, **of_session)]
 
 
 def _turn() -> Turn:

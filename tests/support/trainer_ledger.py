@@ -22,7 +22,7 @@ from turnwise.store import sessions
 from turnwise.store.database import Database
 from turnwise.store.rewards import add_rewards
 from turnwise.store.turns import append_turns
-from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Session, Split, Turn
+from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, Role, Session, Split, Turn
 
 GOOD = 24
 """Sampled tokens below this are rewarded: training makes them more probable."""
@@ -104,6 +104,51 @@ class Rollouts:
             add_rewards(conn, rewards)
             sessions.end_session(conn, "default", session_id)
 
+    def play_compacted(self, name: str, *, num_groups: int, group_size: int = 4) -> None:
+        """Play groups of sessions with two summaries: one in its chain, and one that branches from a context."""
+        for group in range(num_groups):
+            rng = torch.Generator().manual_seed(group)
+            for run in range(group_size):
+                self._compacted(f"{name}-{group}", run, group_size, rng)
+
+    def _compacted(self, group_id: str, run: int, group_size: int, rng: torch.Generator) -> None:
+        """t0, t1 and the summary t2 are a chain; t3 goes on from t2, and has the summary t4 and the branch t5 after it.
+
+        t5 goes on from t4.
+        """
+        session_id = f"{group_id}-{run}"
+        parents = (None, 0, 1, None, 3, 3)
+        said = {number: f"summary {number} of {session_id}, as its harness puts it" for number in (2, 4)}
+        turns: list[Turn] = []
+        for number, parent in enumerate(parents):
+            before = [] if parent is None else path_tokens(turns, turns[parent])
+            fresh = torch.randint(1, VOCABULARY, (4,), generator=rng).tolist()
+            sampled, logprobs, _ = self._sample(before + fresh, rng)
+            quoted = said.get(number - 1)
+            turns.append(
+                Turn(
+                    turn_id=f"{session_id}-t{number}",
+                    session_id=session_id,
+                    parent_turn_id=None if parent is None else turns[parent].turn_id,
+                    chain_id=f"{session_id}-t{number}",
+                    messages=[{"role": "user", "content": quoted or f"message {number}"}],
+                    response={"role": "assistant", "content": said.get(number, f"reply {number}")},
+                    role=Role.SUMMARY if number in said else Role.MAIN,
+                    prompt_delta=np.array(fresh, np.int32),
+                    prompt_length=len(before) + len(fresh),
+                    token_ids=np.array(sampled, np.int32),
+                    logprobs=np.array(logprobs, np.float32),
+                    sampling=self.sampling,
+                )
+            )
+        lines = [Reward(session_id=session_id, step=number, value=0.0) for number in range(6) if number not in said]
+        with self.db.write() as conn:
+            group = {"group_id": group_id, "group_size": group_size}
+            sessions.create_session(conn, Session(session_id=session_id, task_id=group_id, run=run, **group))
+            append_turns(conn, turns)
+            add_rewards(conn, lines)
+            sessions.end_session(conn, "default", session_id)
+
     def _sample(self, tokens: list[int], rng: torch.Generator) -> tuple[list[int], list[float], list[list[int] | None]]:
         """Return a reply, its logprobs, and the ids that top-k leaves at each token, as far as they are stored."""
         used = self.sampling if self.used is None else self.used
@@ -122,6 +167,12 @@ class Rollouts:
             kept = [*left[: len(left) - self.lost], token]
             support.append(None if place < self.unknown else sorted(set(kept)))
         return sampled, logprobs, support
+
+
+def path_tokens(turns: list[Turn], last: Turn) -> list[int]:
+    """Return the tokens of a turn with its whole prompt."""
+    before = next((path_tokens(turns, turn) for turn in turns if turn.turn_id == last.parent_turn_id), [])
+    return [*before, *last.prompt_delta.tolist(), *last.token_ids.tolist()]
 
 
 def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict[float, list[int]]) -> None:

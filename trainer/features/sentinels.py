@@ -21,6 +21,7 @@ from pydantic import Field
 
 from trainer.claims.holds import Hold
 from trainer.claims.ledger import Ledger, RunProgress
+from trainer.features import summaries
 from turnwise.features import sentinels
 from turnwise.features.arms import holdout_of
 from turnwise.settings import FromJson, Settings
@@ -33,14 +34,26 @@ from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
 Sentinel = Literal[
-    "broken_calls", "failed_calls", "questions", "refusals", "repeats", "empty", "given_up", "length", "certainty", "kl"
+    "broken_calls",
+    "failed_calls",
+    "questions",
+    "refusals",
+    "repeats",
+    "empty",
+    "given_up",
+    "length",
+    "summary_length",
+    "lost",
+    "certainty",
+    "kl",
 ]
 """`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
 `failed_calls`: of tool results that report an error or that the call was refused. `questions`: of replies that end with
 a question mark. `refusals`: of replies that decline, in English. `repeats`: of replies that repeat an earlier one of
 the session. `empty`: of replies that are empty or cut. `given_up`: sessions that expired, of those that calls name.
-`length`: tokens of a reply. `certainty`: mean logprob of a token, which rises as the entropy falls. `kl`: KL divergence
-a token of the weights from what sampled their batch, of the version's own update."""
+`length`: tokens of a reply. `summary_length`: tokens of a summary, twice or half as many. `lost`: sessions with a tool
+call after a summary that repeats one before it. `certainty`: mean logprob of a token, which rises as the entropy falls.
+`kl`: KL divergence a token of the weights from what sampled their batch, of the version's own update."""
 BOUNDS: Mapping[Sentinel, float] = {
     "broken_calls": 0.1,
     "failed_calls": 0.2,
@@ -50,12 +63,16 @@ BOUNDS: Mapping[Sentinel, float] = {
     "empty": 0.1,
     "given_up": 0.2,
     "length": 1.0,
+    "summary_length": summaries.BOUNDS["summary_length"],
+    "lost": summaries.BOUNDS["lost"],
 }
 """What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 WATCH_SECONDS = 30.0
 """Time between two comparisons of the sentinels."""
-RELATIVE = frozenset({"length", "certainty"})
+RELATIVE = frozenset({"length", "summary_length", "certainty"})
 """Sentinels whose bound is a share of the level; the bounds of the others are differences."""
+BOTH_WAYS = frozenset({"summary_length"})
+"""Sentinels that may not fall either, by the same factor: a summary of nothing is as much a hack as an endless one."""
 MIN_SESSIONS = 20
 MAX_SESSIONS = 200
 NUM_STANDARD_ERRORS = 2.0
@@ -70,9 +87,9 @@ class SentinelSettings(Settings):
     """What is watched."""
 
     sentinels: Annotated[dict[Sentinel, float], FromJson] = Field(default_factory=lambda: dict(BOUNDS))
-    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length` and
-    `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a group. Others are not
-    watched; {} watches none."""
+    """By how much each sentinel may rise over its level before training waits: shares by a difference, `length`,
+    `summary_length` and `certainty` by a part of the level; `kl` is in nats a token. They watch sessions without a
+    group. Others are not watched; {} watches none."""
 
 
 class Sentinels(Hold[SentinelSettings]):
@@ -169,8 +186,10 @@ def alarms(
         mean, mean_before = statistics.fmean(measured), statistics.fmean(before)
         allowed = bound * abs(mean_before) if name in RELATIVE else bound
         error = intervals.difference(measured, before, Looks()).error
-        if mean - mean_before - NUM_STANDARD_ERRORS * error > allowed:
-            worst = sorted(values, key=lambda each: -each[0])[:NUM_NAMED]
+        risen = mean - mean_before - NUM_STANDARD_ERRORS * error > allowed
+        fallen = mean_before - mean - NUM_STANDARD_ERRORS * error > mean_before * bound / (1 + bound)
+        if risen or (fallen and name in BOTH_WAYS):
+            worst = sorted(values, key=lambda each: -each[0] if risen else each[0])[:NUM_NAMED]
             named = tuple(session_id for _, session_id in worst)
             found.append(Alarm(name, mean, mean_before, bound, named))
     return found
@@ -278,5 +297,7 @@ MEASURES: Mapping[Sentinel, Callable[[sentinels.Played], float | None]] = {
     "empty": _empty,
     "given_up": _given_up,
     "length": _length,
+    "summary_length": summaries.summary_length,
+    "lost": summaries.lost,
     "certainty": _certainty,
 }

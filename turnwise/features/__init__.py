@@ -14,6 +14,7 @@ from turnwise.features import (  # noqa: F401
     limits,
     policies,
     prices,
+    summaries,
     supports,
     transfers,
 )
@@ -29,8 +30,15 @@ EXTENSIONS: tuple[extensions.Extension, ...] = (
     limits.EXTENSION,
     policies.EXTENSION,
     prices.EXTENSION,
+    summaries.EXTENSION,
 )
-PARTS: tuple[parts.Part, ...] = (supports.Supports(), images.Images(), experts.Experts(), feedback.Hints())
+PARTS: tuple[parts.Part, ...] = (
+    supports.Supports(),
+    images.Images(),
+    experts.Experts(),
+    feedback.Hints(),
+    summaries.Summaries(),
+)
 """What turns have beside their tokens, in the order in which it is stored and shown."""
 
 extensions.use(EXTENSIONS)

@@ -29,7 +29,7 @@ from turnwise import chains
 from turnwise.chains import EID, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.parts import Loaded, load_parts
-from turnwise.store import rows
+from turnwise.store import extensions, rows
 from turnwise.store.database import Database
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
@@ -120,8 +120,8 @@ def session_credit(conn: sa.Connection, session_pk: int, policy_id: int) -> Sess
         return None
     columns = sessions.c.credit, sessions.c.gamma
     row = conn.execute(sa.select(*columns).where(sessions.c.session_pk == session_pk)).one()
-    turns = _of_policy(turns_of(conn, [session_pk])[session_pk], policy_id)
-    return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
+    turns = _credited(_of_policy(turns_of(conn, [session_pk])[session_pk], policy_id))
+    return _assigned(turns, lines, Credit(row.credit), gamma=row.gamma)
 
 
 def opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
@@ -144,7 +144,7 @@ def stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sha
             pk = row.session_pk
             for policy_id in dict.fromkeys(turn.policy_id for turn in turns.get(pk, [])):
                 if shape.policy_id in (None, policy_id):
-                    own = [_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), policy_id)]
+                    own = _credited([_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), policy_id)])
                     found_of = _of_session(row, own, lines.get(pk, []), updates_of.get(pk, ()), loaded[pk], shape)
                     yield from (dataclasses.replace(one, policy_id=policy_id) for one in found_of)
 
@@ -159,6 +159,19 @@ def _of_policy(turns: Iterable[Turn], policy_id: int) -> list[Turn]:
     ]
 
 
+def _credited(turns: Sequence[Turn]) -> Sequence[Turn]:
+    for change in extensions.credited:
+        turns = change(turns)
+    return turns
+
+
+def _assigned(turns: Sequence[Turn], lines: Sequence[Reward], credit: Credit, **rule: float) -> SessionCredit:
+    assigned = assign_credit(turns, latest_lines(lines), credit, **rule)
+    for change in extensions.assigned:
+        assigned = change(turns, assigned)
+    return assigned
+
+
 def _of_session(
     row: rows.StoredRow,
     turns: Sequence[Turn],
@@ -167,9 +180,9 @@ def _of_session(
     loaded: Loaded,
     shape: Shape,
 ) -> Iterator[Experience]:
-    assigned = assign_credit(
+    assigned = _assigned(
         turns,
-        latest_lines(lines),
+        lines,
         shape.credit or Credit(row.credit),
         gamma=row.gamma if shape.gamma is None else shape.gamma,
         reward_bonus_coeff=shape.reward_bonus_coeff,

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 
+from turnwise.credit import SessionCredit
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json, PolicyVersion, Session, SessionKey
+from turnwise.types import Json, PolicyVersion, Session, SessionKey, Turn
 
 ReadColumn: TypeAlias = "Callable[[sa.Connection, str, str | None, Collection[Any] | None], Mapping[Any, Any]]"
 """Takes the connection, what the rows are (`Column.of`), their tenant or None for all, and the names to read or None
@@ -55,6 +56,11 @@ class Extension(NamedTuple):
     how many tokens turns have that are stored: the rows' parents."""
     after_append: Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None] | None = None
     """Takes the rows of turns that were just stored; what calls gave with them are further keys of the rows."""
+    credited: Callable[[Sequence[Turn]], Sequence[Turn]] | None = None
+    """Takes the turns of a session in order; returns them with the steps that they are credited with, and those that
+    must not be trained as untrainable."""
+    assigned: Callable[[Sequence[Turn], SessionCredit], SessionCredit] | None = None
+    """Takes these turns and what each was credited with; returns that, with other returns."""
     after_deletion: Callable[[sa.Connection, Sequence[int]], None] | None = None
     """Takes the keys of sessions whose turns are to be deleted."""
     after_change: Callable[[sa.Connection, Session], None] | None = None
@@ -83,6 +89,8 @@ after_copy: list[Callable[[sa.Connection, SessionKey, Collection[str]], None]] =
 of_keys: list[Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]]] = []
 publishable: list[Callable[[sa.Connection, PolicyVersion], None]] = []
 after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
+credited: list[Callable[[Sequence[Turn]], Sequence[Turn]]] = []
+assigned: list[Callable[[Sequence[Turn], SessionCredit], SessionCredit]] = []
 after_deletion: list[Callable[[sa.Connection, Sequence[int]], None]] = []
 tables_of_tenants: list[sa.Table] = []
 tables_of_sessions: list[sa.Table] = []
@@ -101,6 +109,8 @@ def use(extensions: Iterable[Extension]) -> None:
     of_keys[:] = [each.of_keys for each in found if each.of_keys is not None]
     publishable[:] = [each.publishable for each in found if each.publishable is not None]
     after_append[:] = [each.after_append for each in found if each.after_append is not None]
+    credited[:] = [each.credited for each in found if each.credited is not None]
+    assigned[:] = [each.assigned for each in found if each.assigned is not None]
     after_deletion[:] = [each.after_deletion for each in found if each.after_deletion is not None]
     tables_of_tenants[:] = [table for each in found for table in each.tables_of_tenants]
     tables_of_sessions[:] = [table for each in found for table in each.tables_of_sessions]

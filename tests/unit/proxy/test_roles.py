@@ -99,7 +99,12 @@ def shown(
         (
             call_of({"role": "user", "content": "Summarize this coding conversation in under 50 characters."}),
             None,
-            (Role.SIDE, "asks_for_summary"),
+            (Role.SIDE, "asks_for_title"),
+        ),
+        (
+            call_of({"role": "user", "content": "Summarize this coding conversation."}),
+            None,
+            (Role.SUMMARY, "asks_for_summary"),
         ),
     ],
 )
@@ -124,6 +129,15 @@ def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
     parallel = TurnForest()
     _, second = (stored(parallel, name, call_of(CODER, USER), at=0.5) for name in ("a", "b"))
     assert shown(parallel, "d", call_of(CODER, USER, USER), second) == []
+
+
+def test_a_later_chain_of_the_agent_is_none_of_its_first_attempt():
+    """The first call was sampled again, so its turn is a retry; after a compaction the agent begins anew."""
+    forest = TurnForest()
+    first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
+    shown(forest, "c", call_of(CODER, USER, USER), second, at=4.0)
+    first.role = Role.RETRY
+    assert role_of(call_of(CODER, {"role": "user", "content": "So far."}), forest) == (Role.MAIN, "same_system")
 
 
 def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again():
@@ -177,16 +191,16 @@ SUMMARIES = {
 
 @pytest.mark.parametrize("role", ["user", "system"])
 @pytest.mark.parametrize("harness", SUMMARIES)
-def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and_parent(harness, role):
+def test_the_compaction_prompts_of_harnesses_ask_for_summaries_without_tools_and_parent(harness, role):
     """On their own, after the conversation, and as the next turn of the agent's chain."""
     forest = TurnForest()
     agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
     asked = {"role": role, "content": SUMMARIES[harness]}
     for messages in ([asked], [CODER, USER, {"role": "assistant", "content": "Done."}, asked]):
         call = call_of(*messages)
-        assert role_of(call, forest, reason="tools_changed") == (Role.SIDE, "asks_for_summary")
+        assert role_of(call, forest, reason="tools_changed") == (Role.SUMMARY, "asks_for_summary")
     call = call_of(CODER, USER, {"role": "assistant", "content": "Done."}, asked, tools=TOOLS)
-    assert role_of(call, forest, agent) == (Role.SIDE, "compaction_prompt")
+    assert role_of(call, forest, agent) == (Role.SUMMARY, "compaction_prompt")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +210,7 @@ def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and
         "You are a specialized system component responsible for distilling chat history into a structured XML.",
     ],
 )
-def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_history_is_a_side_call(text):
+def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_history_is_one(text):
     """Qwen Code and Gemini CLI replace the agent's system message; what a call with tools has there is the agent's."""
     forest, history = (
         TurnForest(),
@@ -209,16 +223,16 @@ def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_his
     }
     messages = ({"role": "system", "content": text}, *history, snapshot)
     call = call_of(*messages)
-    assert role_of(call, forest, reason="system_changed") == (Role.SIDE, "asks_for_summary")
+    assert role_of(call, forest, reason="system_changed") == (Role.SUMMARY, "asks_for_summary")
     call = call_of(*messages, tools=TOOLS)
     assert role_of(call, forest, reason="system_changed") == (agent.role, "continues_conversation")
 
 
 @pytest.mark.parametrize("harness", SUMMARIES)
-def test_a_harnesss_compaction_prompt_without_a_session_is_a_side_call_even_alone(harness):
+def test_a_harnesss_compaction_prompt_without_a_session_asks_for_a_summary_even_alone(harness):
     """A session that the call names may train a model to write summaries; so may an application's own prompt."""
     call = call_of({"role": "user", "content": SUMMARIES[harness]})
-    assert role_of(call, TurnForest(), is_named=False) == (Role.SIDE, "asks_for_summary")
+    assert role_of(call, TurnForest(), is_named=False) == (Role.SUMMARY, "asks_for_summary")
     assert role_of(call, TurnForest()) == (Role.MAIN, "first_chain")
     own = call_of({"role": "user", "content": "Summarize this conversation with a customer."})
     assert role_of(own, TurnForest(), is_named=False) == (Role.MAIN, "first_chain")

@@ -17,7 +17,7 @@ from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.trainer_reports import trainer_statuses
 from turnwise.store.turns import append_turns
-from turnwise.types import PolicyVersion, SessionStatus, Split, Turn
+from turnwise.types import PolicyVersion, Role, SessionStatus, Split, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {}}}]
 NOW = RunProgress(num_batches=1)
@@ -37,6 +37,10 @@ def result(content: str) -> Turn:
     return turn(messages=[{"role": "tool", "tool_call_id": "c", "content": content}])
 
 
+def summary(num_tokens: int) -> Turn:
+    return turn(role=Role.SUMMARY, token_ids=np.arange(num_tokens, dtype=np.int32))
+
+
 def session(number: int, *turns: Turn, status: SessionStatus = SessionStatus.ENDED) -> Played:
     return Played(session_id=f"s{number}", status=status, turns=turns)
 
@@ -53,6 +57,11 @@ HACKS = {
     "repeats": ((turn("a"), turn("b")), (turn("a"), turn("a"))),
     "empty": ((turn(),), (turn(""),)),
     "length": ((turn(),), (turn(token_ids=np.arange(9, dtype=np.int32)),)),
+    "summary_length": ((turn(), summary(20)), (turn(), summary(90))),
+    "lost": (
+        (GOOD, summary(20), calling("edit", '{"path": "b"}')),
+        (GOOD, summary(20), calling("edit", '{ "path":"a"}')),
+    ),
     "certainty": ((turn(),), (turn(logprobs=np.zeros(2, np.float32)),)),
 }
 
@@ -109,6 +118,32 @@ def test_the_first_sessions_set_the_level_and_training_waits_on_an_alarm(databas
         assert len(live_sessions(conn, 99, newest=True)) == 40, "sessions of groups and of evaluations are not watched"
         alarm = sentinels.check(conn, {"questions": 0.2})
     assert alarm.startswith("sentinel 'questions' of version 1 is 1 against 0 of the first sessions, beyond its bound")
+
+
+def test_summaries_that_say_nothing_are_named_by_the_version_that_says_nothing(database):
+    """Version 1 sums up as version 0 did. Version 2 samples an empty summary, while its harness keeps a scratch file.
+
+    The reward stays. The context after an empty summary has nothing of it, so the summary is found by its role alone.
+    """
+    with database.write() as conn:
+        for version in (0, 1, 2):
+            versions.publish_version(conn, PolicyVersion(version=version, path=f"v{version}"))
+    alarms_of = {}
+    for version, num_tokens in ((0, 24), (1, 26), (2, 1)):
+        for number in range(20):
+            name, sampled = f"s{version}-{number}", {"policy_version_first": version, "policy_version_last": version}
+            first, said = turn(**sampled), dataclasses.replace(summary(num_tokens), **sampled)
+            add_session(database, name, turns=0)
+            with database.write() as conn:
+                for at, each in enumerate((first, said)):
+                    turn_id = f"{name}-{at}"
+                    append_turns(conn, [dataclasses.replace(each, turn_id=turn_id, chain_id=turn_id, session_id=name)])
+            finish(database, name)
+        with database.write() as conn:
+            serving.activate_version(conn, version)
+            alarms_of[version] = sentinels.check(conn, sentinels.BOUNDS)
+    assert (alarms_of[0], alarms_of[1]) == (None, None)
+    assert alarms_of[2].startswith("sentinel 'summary_length' of version 2 is 1 against 25 of the first sessions")
 
 
 @pytest.mark.parametrize("pin", [False, True])

@@ -1,6 +1,7 @@
 // The turns from the root of a chain to one leaf, as a conversation; the other leaves are branches beside it.
 import {card, facts, link, make, makeForm, mean, message, number, path, plural, request, select, seconds, status, text, time} from "./page.js";
 import {ribbon} from "./ribbon.js";
+import {seam} from "./summaries.js";
 
 // Earlier turns of a longer conversation are made when somebody asks for them.
 const SHOWN = 100;
@@ -29,7 +30,7 @@ export function conversation(sessionId, changed) {
   let isWhole = false;
   const element = (each, turns, feedback) => {
     const own = feedback.filter((one) => one.turn_id === each.turn_id);
-    const state = JSON.stringify([own, each.rewards, each.trained_in, each.role, turns.filter((other) => other.parent_turn_id === each.parent_turn_id).length]);
+    const state = JSON.stringify([own, each.rewards, each.trained_in, each.role, each.continued_by, turns.filter((other) => other.parent_turn_id === each.parent_turn_id).length]);
     if (made.get(each.turn_id)?.state !== state) made.set(each.turn_id, {state, element: turnElement(each, turns, own, sessionId, changed)});
     return made.get(each.turn_id).element;
   };
@@ -52,7 +53,7 @@ function turnElement(each, turns, feedback, sessionId, changed) {
     ...rewardChips(each.rewards), trained ? make("span", {className: "quiet"}, `advantage ${number(trained.advantage)}`) : null,
     make("span", {className: "quiet"}, [`${number(each.token_ids.length)} tokens`, seconds(each.duration_seconds && Number(each.duration_seconds.toPrecision(2))), `version ${each.policy_version_last}`].filter(Boolean).join(" · ")),
     opened("Feedback", async () => feedbackForms(each, changed)), opened("Tokens", () => ribbon(each.turn_id)), opened("Details", async () => details(each, turns, sessionId, changed)));
-  return make("section", {className: "turn", ariaLabel: `Turn ${each.seq}`, dataset: {turn: each.turn_id}}, ...lostChain(each, turns), ...(each.messages ?? []).map(message),
+  return make("section", {className: "turn", ariaLabel: `Turn ${each.seq}`, dataset: {turn: each.turn_id}}, ...seam(each, turns, sessionId), ...lostChain(each, turns), ...(each.messages ?? []).map(message),
     Object.keys(each.response ?? {}).length ? message({role: "assistant", ...each.response}) : make("p", {className: "quiet"}, "No reply."), ...feedback.map(given),
     siblings.length ? make("p", {className: "quiet"}, "A branch: the conversation also goes on with ", ...siblings.flatMap((other, at) => [at ? ", " : "", link(`session/${path(sessionId)}/${path(other.turn_id)}`, `Turn ${other.seq}`)]), ".") : null, foot);
 }
