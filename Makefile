@@ -209,7 +209,10 @@ demo-policies: .venv/.demo ## Watch eight keys teach four policies contradictory
 demo-vision: .venv/.demo ## Watch a small model that sees learn what pictures are called: make demo-vision SEED=2, ARGS=--control
 	$(BIN)/python -m examples.demos.vision --seed $(SEED) $(ARGS)
 
-.PHONY: demo-agent demo-policies demo-vision
+demo-summary: .venv/.demo ## Watch a small model learn to sum up what its next context is asked for: ARGS="--control untrained" or shuffled
+	$(BIN)/python -m examples.demos.summary --seed $(SEED) $(ARGS)
+
+.PHONY: demo-agent demo-policies demo-vision demo-summary
 
 .harnesses/.installed: .venv/.dev tests/harnesses/pins.toml
 	cd tests && ../$(BIN)/python -m harnesses --install-only

@@ -1,8 +1,8 @@
 """`python -m examples.demos.summary`: a model learns to sum up what its next context will be asked for.
 
 The agent's loop compacts its context by a prompt of its own. All that decides the reward is in the summary.
-`--control untrained` trains all turns but the summaries, and `--control shuffled` gives each training session the reward
-of another one: neither learns it.
+`--control untrained` trains all turns but the summaries, and `--control shuffled` gives each training session the
+reward of another one: neither learns it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SummaryDemoSettings(DemoSettings):
     agent: Path = Path("examples/secret/agent.py")
     trainer_config: Path = Path("examples/secret/train.toml")
     out: Path = Path("runs/demo-summary")
-    groups_per_batch: int = Field(default=16, ge=1)
+    groups_per_batch: int = Field(default=8, ge=1)
     target_reward: float = Field(default=0.9, gt=0, le=1)
     enough_reward: float = Field(default=0.85, gt=0, le=1)
     num_eval_tasks: int = Field(default=256, ge=1)
@@ -60,6 +60,14 @@ class SummaryDemo(Demo):
     def __init__(self, settings: SummaryDemoSettings, say: Say) -> None:
         super().__init__(settings, say)
         self.is_control = settings.control != "none"
+
+    def _build_model(self) -> str:
+        from turnwise.default_models.small_model import SmallModelSpec, build_small_model  # loads torch
+
+        directory = self._settings.out / f"model-{self._settings.seed}"
+        spec = SmallModelSpec(self.warm_up, self._settings.seed, num_warm_up_steps=secret.NUM_WARM_UP_STEPS)
+        self._say("model", f"building the small demo model into {directory}, two minutes, once")
+        return str(build_small_model(directory, spec))
 
     def _prepare(self) -> str | None:
         settings = self._settings

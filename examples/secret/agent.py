@@ -35,9 +35,7 @@ async def play(client: AsyncOpenAI, task: dict, model: str) -> str:
 
 async def summarize(client: AsyncOpenAI, model: str, messages: list[dict]) -> str:
     asked = [*messages, {"role": "user", "content": COMPACTION_PROMPT}]
-    completion = await client.chat.completions.create(
-        model=model, messages=asked, max_completion_tokens=SUMMARY_TOKENS
-    )
+    completion = await client.chat.completions.create(model=model, messages=asked, max_completion_tokens=SUMMARY_TOKENS)
     return completion.choices[0].message.content or ""
 
 

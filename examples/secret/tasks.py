@@ -2,7 +2,7 @@
 
 Between the second message and the question the agent's context is summed up, so the answer is right only if the summary
 has the secret. No message says which list the question is about. The warm-up's player sums up one of the four lists at
-random, and answers with what the summary says.
+random, and answers with the names of the summary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from examples.secret.agent import COMPACTION_PROMPT, SYSTEM_PROMPT
 from turnwise.default_models.trail import NAMES, Message, TrailTask, WarmUp
 
 NUM_NAMES = 6
-OTHERS = ("Guests", "Winners", "Absent")
+LISTS = ("Secret", "Guests", "Winners", "Absent")
+AFTER_SUMMARY_RATE = 0.3
+"""Share of the warm-up's conversations that go on from a summary; they are shorter and learnt sooner."""
+NUM_WARM_UP_STEPS = 600
 QUESTION = "Which names?"
 ANSWER = "OK."
 
@@ -35,7 +38,7 @@ class SecretTask:
 def make_task(split: Literal["train", "eval"], index: int, seed: int) -> SecretTask:
     """Return the `index`-th task of a split; the same arguments give the same task."""
     lists = _lists(random.Random(f"secret/{split}/{seed}/{index}"))  # noqa: S311 - a game, no secret
-    return SecretTask(f"secret-{split}-{seed}-{index}", [*_said(lists), QUESTION], lists[0])
+    return SecretTask(f"secret-{split}-{seed}-{index}", [*_said(lists), QUESTION], lists[LISTS[0]])
 
 
 def reward(task: SecretTask, final_text: str) -> float:
@@ -43,29 +46,27 @@ def reward(task: SecretTask, final_text: str) -> float:
     return float(final_text.split() == task.secret.split())
 
 
-def _lists(rng: random.Random) -> list[str]:
-    names = rng.sample(NAMES, NUM_NAMES * (1 + len(OTHERS)))
-    return [" ".join(names[at : at + NUM_NAMES]) for at in range(0, len(names), NUM_NAMES)]
+def _lists(rng: random.Random) -> dict[str, str]:
+    names = rng.sample(NAMES, NUM_NAMES * len(LISTS))
+    return {name: " ".join(names[at * NUM_NAMES : (at + 1) * NUM_NAMES]) for at, name in enumerate(LISTS)}
 
 
-def _said(lists: list[str]) -> list[str]:
-    secret, *others = lists
-    told = [f"{name}: {given}" for name, given in zip(OTHERS, others, strict=True)]
-    return [f"Secret: {secret}", "\n".join(told)]
+def _said(lists: dict[str, str]) -> list[str]:
+    first, *others = (f"{name}: {given}" for name, given in lists.items())
+    return [first, "\n".join(others)]
 
 
 def _conversation(_: TrailTask, rng: random.Random) -> list[Message]:
     """Return a conversation up to its summary, or one that goes on from a summary."""
     lists = _lists(rng)
-    system = {"role": "system", "content": SYSTEM_PROMPT}
-    if rng.random() < 0.5:
-        summary = rng.choice(lists)
-        asked, answers = [f"Summary: {summary}", QUESTION], [None, summary]
-    else:
-        asked, answers = [*_said(lists), COMPACTION_PROMPT], [ANSWER, ANSWER, rng.choice(lists)]
-    turns = zip(asked, answers, strict=True)
-    said = [[{"role": "user", "content": text}, {"role": "assistant", "content": reply}] for text, reply in turns]
-    return [system, *(message for turn in said for message in turn if message["content"] is not None)]
+    name = rng.choice(LISTS)
+    asked, answers = [*_said(lists), COMPACTION_PROMPT], [ANSWER, ANSWER, f"{name}: {lists[name]}"]
+    if rng.random() < AFTER_SUMMARY_RATE:
+        asked, answers = [f"Summary: {name}: {lists[name]}", QUESTION], [None, lists[name]]
+    said: list[Message] = [{"role": "system", "content": SYSTEM_PROMPT}]
+    for text, reply in zip(asked, answers, strict=True):
+        said += [{"role": "user", "content": text}] + [{"role": "assistant", "content": reply}] * (reply is not None)
+    return said
 
 
 WARM_UP = WarmUp("secret", _conversation, None)

@@ -519,7 +519,11 @@ def _compacted() -> list[Turn]:
         make_turn(name, parent, messages=asked, response=response, role=Role.SUMMARY, **of_session)
         for name, response in (("t10", {"role": "assistant", "content": "Nothing."}), ("t11", said))
     ]
-    return [*attempts, make_turn("t12", messages=[said | {"role": "user"}], role=Role.MAIN, **of_session)]
+    on = [("t12", Role.MAIN), ("t13", Role.SUB_AGENT)]
+    return [
+        *attempts,
+        *(make_turn(name, messages=[said | {"role": "user"}], role=role, **of_session) for name, role in on),
+    ]
 
 
 def _turn() -> Turn:

@@ -17,6 +17,8 @@ from examples.demos.plain_agent import NUM_SHUFFLED, ShuffledRewards
 from examples.demos.real import RealDemoSettings
 from examples.demos.report import Report, count_failures, margin
 from examples.policies import tasks as preferences
+from examples.secret import agent as secret_agent
+from examples.secret import tasks as secret
 from turnwise.errors import RolloutFailed
 from turnwise.rollouts.results import RunResult
 
@@ -162,3 +164,36 @@ def test_no_order_of_pictures_is_both_trained_and_held_out_and_a_control_shows_o
         0,
         0,
     ]
+
+
+class SummingClient:
+    """An OpenAI client whose model sums up the first or the second message, and answers with the names of a summary."""
+
+    def __init__(self, summed_up: int) -> None:
+        self.chat = SimpleNamespace(completions=self)
+        self._summed_up = summed_up
+        self.contexts: list[list[str]] = []
+
+    async def create(self, *, messages: list[dict], **_given: object) -> SimpleNamespace:
+        said = [message["content"] for message in messages if message["role"] == "user"]
+        self.contexts.append(said)
+        text = "OK."
+        if said[-1] == secret_agent.COMPACTION_PROMPT:
+            text = said[self._summed_up].splitlines()[0]
+        elif said[-1] == secret.QUESTION:
+            text = said[0].rpartition(": ")[2]
+        usage = SimpleNamespace(total_tokens=40 * len(messages) // 2)
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=text))], usage=usage)
+
+
+@pytest.mark.parametrize(("summed_up", "earned"), [(0, 1.0), (1, 0.0)])
+def test_only_a_summary_of_the_secret_earns_a_reward(summed_up, earned):
+    """After 64 tokens the context is the summary, and the question has no other names before it."""
+    task, client = secret.make_task("train", 0, 0), SummingClient(summed_up)
+    text = asyncio.run(secret_agent.play(client, task.for_agent(), "m"))
+    assert secret.reward(task, text) == earned
+    first, others, question = task.messages
+    assert client.contexts[:3] == [[first], [first, others], [first, others, secret_agent.COMPACTION_PROMPT]]
+    (summary, last) = client.contexts[3]
+    assert (summary, last) == (f"Summary: {(first, others)[summed_up].splitlines()[0]}", question)
+    assert len(client.contexts) == 4
