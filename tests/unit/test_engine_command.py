@@ -135,13 +135,19 @@ def test_weights_in_four_bits_are_refused_where_vllm_has_no_plug_in_for_them(mod
         check_served(str(model_dir), gpu=True, lora=True, dtype=None)
 
 
-def test_packages_built_for_another_torch_are_named_with_the_command_that_removes_them(monkeypatch):
+def test_all_packages_built_for_another_torch_are_named_at_once_with_what_mends_or_removes_them(monkeypatch, tmp_path):
     """When the two builds differ, `import vllm` fails with an unclear error about torchvision's operators."""
     versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0", "torchcodec": None}
     monkeypatch.setattr(engine_command, "installed_version", versions.get)
-    problem = engine_command.packages_problem()
-    assert problem is not None
-    assert "pip uninstall -y torchaudio (" in problem
+    assert "imports them: torchaudio; pip uninstall -y torchaudio (" in str(engine_command.packages_problem())
+    versions |= {"torchcodec": "0.9", "torchvision": "0.28.0"}
+    (tmp_path / "__init__.py").touch()
+    monkeypatch.setattr(mend_torchvision, "installed", lambda: tmp_path / "__init__.py")
+    problem = str(engine_command.packages_problem())
+    assert (
+        "them: torchvision, torchaudio, torchcodec; run `python -m turnwise.engine_plugin.mend_torchvision`" in problem
+    )
+    assert "and pip uninstall -y torchaudio torchcodec (" in problem
 
 
 def test_torchvision_of_another_build_is_mended_once_and_accepted_then(tmp_path, monkeypatch):

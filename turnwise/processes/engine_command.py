@@ -362,20 +362,21 @@ def packages_problem() -> str | None:
     torch_build = installed_version("torch")
     if torch_build is None:
         return "torch is not installed in this environment; install vLLM again, it pins the torch that it needs"
-    wrong = [name for name in _NO_MATCH_NEEDED if _build_differs(installed_version(name), torch_build)]
-    vision = mend_torchvision.installed()
+    steps = []
+    vision, differing = mend_torchvision.installed(), []
     is_other = vision is not None and _build_differs(installed_version("torchvision"), torch_build)
     if vision is not None and is_other and not mend_torchvision.is_mended(vision):
-        return (
-            f"torchvision was built for another torch than {torch_build}, and vLLM fails when it imports it; "
-            "run `python -m turnwise.engine_plugin.mend_torchvision`"
-        )
-    if wrong:
-        return (
-            f"{', '.join(wrong)} was built for another torch than {torch_build}, and vLLM fails when it imports it; "
-            f"pip uninstall -y {' '.join(wrong)} (text needs none of them)"
-        )
-    return None
+        differing.append("torchvision")
+        steps.append("run `python -m turnwise.engine_plugin.mend_torchvision`")
+    if wrong := [name for name in _NO_MATCH_NEEDED if _build_differs(installed_version(name), torch_build)]:
+        differing += wrong
+        steps.append(f"pip uninstall -y {' '.join(wrong)} (text needs none of them)")
+    if not steps:
+        return None
+    return (
+        f"built for another torch than {torch_build}, so that vLLM fails when it imports them: {', '.join(differing)}; "
+        + ", and ".join(steps)
+    )
 
 
 def _build_differs(version: str | None, torch_version: str) -> bool:
