@@ -255,7 +255,7 @@ class Action(enum.StrEnum):
     LIST_MODELS = "list_models"
     GET_MODEL = "get_model"
     GET_REPLY = "get_reply"
-    REFUSE = "refuse"
+    COMPACT = "compact"
 
 
 MAX_MESSAGES = 10_000

@@ -143,7 +143,7 @@ class Messages(Translated):
     def translate(self, body: Json, failed_tool_text: str) -> Json:
         return chat_body(body, failed_tool_text)
 
-    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply has all that is needed
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:
         decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
         finish_reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
@@ -154,9 +154,13 @@ class Messages(Translated):
         message |= {
             "content": [_content(block, message["id"]) for block in blocks],
             **_stop(finish_reason, stop, has_calls=any(block.kind == "tool" for block in blocks)),
-            "usage": _usage(decoded.get("usage") or {}),
+            "usage": usage_of(decoded.get("usage") or {}),
         }
-        return orjson.dumps(message)
+        return orjson.dumps(self.finished(message, decoded, call))
+
+    def finished(self, message: Json, reply: Json, call: Call) -> Json:  # noqa: ARG002
+        """Return a whole message as it is sent, by the engine's reply and the call."""
+        return message
 
     def encode_models(self, models: list[Json]) -> Json:
         data = [self.encode_model(model) for model in models]
@@ -191,7 +195,7 @@ class MessageEncoder(BlockEncoder):
     def starting(self, chunk: Json) -> bytes:
         message = _head(chunk)
         self._message_id = message["id"]
-        empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(self.usage)}
+        empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage_of(self.usage)}
         return named_event("message_start", {"message": message | empty})
 
     def opening(self, block: Block) -> bytes:
@@ -231,8 +235,12 @@ class MessageEncoder(BlockEncoder):
         if is_cut_off(self.finish_reason):
             return self.failing({"message": cut_off_error(self.finish_reason)}, 503)
         delta = _stop(self.finish_reason, self.stop_reason, has_calls=self._has_calls)
-        ended = named_event("message_delta", {"delta": delta, "usage": _usage(self.usage)})
+        ended = named_event("message_delta", self.ended(delta, usage_of(self.usage)))
         return ended + named_event("message_stop", {})
+
+    def ended(self, delta: Json, usage: Json) -> Json:
+        """Return the fields of the last event but one."""
+        return {"delta": delta, "usage": usage}
 
     def failing(self, error: Json, status: int) -> bytes:
         body = _error(error, ERROR_TYPES.get(status, "api_error"))
@@ -276,7 +284,7 @@ def _content(block: Block, signature: str) -> Json:
             return {"type": "tool_use", **called}
 
 
-def _usage(usage: Json) -> Json:
+def usage_of(usage: Json) -> Json:
     prompt, sampled, cached, _ = counts_of(usage)
     return {
         "input_tokens": prompt - cached,

@@ -38,7 +38,6 @@ CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 OUTPUTS = tuple(f"{call}_output" for call in CALLS)
 FAILED = ("failed", "incomplete")
-COMPACTION_TRIGGER = "compaction_trigger"
 ASKING = ("user", "system", "developer")
 """Roles of the messages that are not replies."""
 
@@ -184,24 +183,11 @@ def _add_item(messages: list[Json], item: Any, failed_tool_text: str) -> None:
         case str() if kind in HOSTED_ITEMS:
             pass
         case _:
-            raise (
-                compaction_refused()
-                if kind == COMPACTION_TRIGGER
-                else InvalidRequest(
-                    f"an input item of type {kind!r:.40} cannot be served; send messages, reasoning, tool calls and "
-                    "their outputs",
-                    param="input",
-                )
+            raise InvalidRequest(
+                f"an input item of type {kind!r:.40} cannot be served; send messages, reasoning, tool calls and "
+                "their outputs",
+                param="input",
             )
-
-
-def compaction_refused() -> InvalidRequest:
-    return InvalidRequest(
-        "`compaction_trigger` and /v1/responses/compact are not served; send a call that samples the summary, as Codex "
-        "does for a `model_provider` of another name than `openai`",
-        param="input",
-        code="compaction_not_served",
-    )
 
 
 def _asking_message(item: Json) -> Json:

@@ -30,7 +30,6 @@ from proxy.dialects.response_items import (
     ToolMap,
     chat_messages,
     chat_tool_choice,
-    compaction_refused,
     custom_input,
     is_reference,
     item_id,
@@ -85,7 +84,12 @@ class Responses(Translated):
             action=Action.GET_REPLY,
             summary="Return a stored reply, as OpenAI's responses",
         ),
-        WireRoute(path="/v1/responses/compact", action=Action.REFUSE, summary="Refused: the client summarises itself"),
+        WireRoute(
+            path="/v1/responses/compact",
+            action=Action.COMPACT,
+            summary="Summarise a conversation, as OpenAI's compaction",
+            properties={"input": {"type": ["string", "array"]}, "metadata": IDENTITY},
+        ),
     )
     id_prefix = "resp_"
     conversation_field = "input"
@@ -108,9 +112,6 @@ class Responses(Translated):
             call.notes[CONVERSATION] = call.conversation_id
         call.encode_with(partial(ResponseEncoder, call.original, tools))
         return call
-
-    def refusal(self) -> InvalidRequest:
-        return compaction_refused()
 
     def referenced_turns(self, body: Json) -> list[str]:
         items = body["input"] if isinstance(body.get("input"), list) else []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from proxy.calls.steps import CallStep
 from proxy.features.arms.counts import ArmCalls
 from proxy.features.arms.settings import ArmSettings
+from proxy.features.compaction.step import ClearedThinking, ManageContext
 from proxy.features.consent.marks import ConsentStep
 from proxy.features.consent.redaction import Redaction
 from proxy.features.consent.settings import ConsentSettings
@@ -40,6 +41,8 @@ STEPS: tuple[type[CallStep], ...] = (
     ConsentStep,
     Redaction,
     Resumed,
+    ManageContext,
+    ClearedThinking,
     PinStep,
     Images,
     Supports,
@@ -52,6 +55,7 @@ IN_STORE: tuple[str, ...] = ("turnwise.features",)
 
 ROUTES: tuple[str, ...] = (
     "proxy.features.other_routes",
+    "proxy.features.compaction.routes",
     "proxy.features.page.routes",
     "proxy.features.exports",
     "proxy.features.labels",

@@ -11,22 +11,21 @@ from starlette.types import Receive, Scope
 from proxy.auth import Principal
 from proxy.calls.earlier import read_turns
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Call, WireRoute, template_arguments
+from proxy.dialects.base import Action, Call, WireRoute
 from proxy.dialects.responses import Responses
 from proxy.dialects.translated import Translated
+from proxy.features.lengths import prompt_length
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.routes.calls import Endpoint, ReplySender, admitted, query_of
 from proxy.routes.declared import Routes, endpoints
-from proxy.sessions.conversation import has_media
 from proxy.sessions.identities import identify
 from turnwise.errors import NotFound
+from turnwise.types import Json
 
 if TYPE_CHECKING:
     from proxy.services import Services
 
-COUNTED_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
-"""Fields of a chat request beside its messages that the engine renders a prompt from."""
 UNREPEATED_FIELDS = frozenset({"messages", "input", "contents", "prompt", "generateContentRequest"})
 """Fields of a request to count tokens that hold its conversation, which the chat call has."""
 
@@ -46,14 +45,14 @@ class CountEndpoint(Endpoint):
                     call = await self._read(raw, scope)
                 await services.models.choose(call, principal)
                 identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
-                if has_media(call.messages):
-                    await services.take_media(call)
-                num_tokens = await services.sessions.continued_length(call, principal)
-                if num_tokens is None:
-                    num_tokens = await self._rendered_length(call, principal)
-                admission.num_tokens = num_tokens
+                admission.num_tokens, answer = await self.count(call, principal)
+        await reply.whole(orjson.dumps(answer))
+
+    async def count(self, call: Call, principal: Principal) -> tuple[int, Json]:
+        """Return the number of tokens of a call's prompt, and the answer."""
         assert isinstance(self._dialect, Translated)
-        await reply.whole(orjson.dumps(self._dialect.encode_count(num_tokens)))
+        num_tokens = await prompt_length(self._services, call, principal)
+        return num_tokens, self._dialect.encode_count(num_tokens)
 
     async def _read(self, raw: bytes, scope: Scope) -> Call:
         settings = self._services.settings
@@ -64,15 +63,6 @@ class CountEndpoint(Endpoint):
         call = registry.DIALECTS[0].parse(chat)
         call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
         return call
-
-    async def _rendered_length(self, call: Call, principal: Principal) -> int:
-        engine = self._services.pool.route(principal.key_id)
-        rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
-        messages = call.messages if call.media is None else call.media.messages(call)
-        rendered |= {"messages": messages, "model": engine.model}
-        if arguments := template_arguments(call.body):
-            rendered["chat_template_kwargs"] = arguments
-        return len(await engine.tokenise(rendered))
 
 
 class StoredReplyEndpoint(Endpoint):
@@ -94,19 +84,9 @@ class StoredReplyEndpoint(Endpoint):
         await reply.whole(self._dialect.encode_stored(view.turn))
 
 
-class RefusedEndpoint(Endpoint):
-    """A route of one dialect that is known and not served: it says what to do instead."""
-
-    async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  nothing is read
-        await self._caller(dict(scope["headers"]))
-        assert isinstance(self._dialect, Responses)
-        raise self._dialect.refusal()
-
-
 ENDPOINTS: dict[Action, type[Endpoint]] = {
     Action.COUNT_TOKENS: CountEndpoint,
     Action.GET_REPLY: StoredReplyEndpoint,
-    Action.REFUSE: RefusedEndpoint,
 }
 
 

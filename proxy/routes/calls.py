@@ -186,7 +186,7 @@ def end(services: Services, running: Running) -> None:
     if running.place is not NOT_YET:
         services.sessions.release(running.place, has_failed=running.answer is None)
         choices = running.choices.values()
-        running.num_tokens = running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
+        running.num_tokens += running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
     if running.attempt is not NOT_YET:
         services.retries.settle(running.attempt, running.answer)
     if running.body is not None:
@@ -341,18 +341,19 @@ def query_of(scope: Scope) -> dict[str, str]:
 class DataPlane:
     """Serves all routes of the data plane, with and without the session's prefix, and passes other requests to the app.
 
-    An endpoint is found by one dictionary lookup; the framework would try all routes one by one.
+    An endpoint is found by one dictionary lookup; the framework would try all routes one by one. Of two endpoints for
+    one route the later one serves, which is a feature's.
     """
 
     def __init__(self, app: FastAPI, served: Sequence[tuple[WireRoute, Endpoint]]) -> None:
         self._app = app
         self._exact: dict[tuple[str, str], Endpoint] = {}
-        self._patterns: list[tuple[str, re.Pattern[str], Endpoint]] = []
+        self._patterns: dict[tuple[str, str], tuple[re.Pattern[str], Endpoint]] = {}
         for route, endpoint in served:
             if "{" in route.path:
                 # The framework's own pattern matches no line feed, which a client may send as `%0A`.
                 pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
-                self._patterns.append((route.method, pattern, endpoint))
+                self._patterns[route.method, route.path] = pattern, endpoint
             else:
                 self._exact[route.method, route.path] = endpoint
         app.router.routes[:0] = [
@@ -373,7 +374,7 @@ class DataPlane:
         if endpoint := self._exact.get((method, path)):
             scope["path_params"] = params
             return endpoint(scope, receive, send)
-        for served_method, pattern, endpoint in self._patterns:
+        for (served_method, _), (pattern, endpoint) in self._patterns.items():
             if method == served_method and (match := pattern.match(path)):
                 scope["path_params"] = {**match.groupdict(), **params}
                 return endpoint(scope, receive, send)

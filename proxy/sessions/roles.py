@@ -30,6 +30,9 @@ COMPACTION_PROMPT = "compaction_prompt"
 """Reason of a turn that asks for a summary in the chain that is summarised: the turn alone has another role."""
 AFTER_SUMMARY = "after_summary"
 """Reason of a turn that extends a turn which may be a summary, so that the context stays as it is."""
+KNOWN_TASK = "known_task"
+"""Key of a turn's sampling with what its call asks for, as `side_task` returns it, where a feature knows that; empty
+for the agent's own work."""
 ASKS_FOR_SUMMARY = "asks_for_summary"
 Root: TypeAlias = tuple[str | None, bytes]
 """What a chain's first turn shows about it: `side_task` of its call, and the digest of the system messages before the
@@ -125,11 +128,14 @@ def find_role(
         is_named: whether the call names its session. Without a name, a harness's request for a summary may have a
             session of its own.
     """
+    known = call.notes.get(KNOWN_TASK)
     if parent is not None:
-        if _asks_for(COMPACTION, _last_text(call.messages)):
+        if known == ASKS_FOR_SUMMARY or (known is None and _asks_for(COMPACTION, _last_text(call.messages))):
             return Role.SUMMARY, COMPACTION_PROMPT
         is_after = _asks_for(COMPACTION, _last_text(call.messages[parent.num_messages - 2 : parent.num_messages - 1]))
         return continued_role(parent, forest), AFTER_SUMMARY if is_after else "extends"
+    if known == ASKS_FOR_SUMMARY:
+        return Role.SUMMARY, ASKS_FOR_SUMMARY
     if call.agent_id is not None:
         return Role.SUB_AGENT, "agent_id"
     assert root is not None
@@ -217,6 +223,8 @@ def _is_asked_by_call(messages: Sequence[Json], forest: TurnForest) -> bool:
 
 def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | None:
     """Return the task of a call that the harness makes for itself; None for a call of the agent."""
+    if (known := parameters.get(KNOWN_TASK)) is not None:
+        return known or None
     limit = parameters.get("max_completion_tokens") or parameters.get("max_tokens")
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"

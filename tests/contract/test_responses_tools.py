@@ -81,7 +81,6 @@ def test_namespaces_and_freeform_tools_are_returned_under_the_clients_names(
         {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "patched"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"},
-        {"type": "compaction", "encrypted_content": "gAAA"},
     ]
     client.responses.create(input=given, **asked)
     assert_one_exact_chain(proxy, session_id, 2)
@@ -193,13 +192,3 @@ def test_what_a_conversation_loses_is_counted_by_type_and_a_path_may_begin_with_
     metrics = httpx2.get(f"{proxy.url}/metrics").text
     for kind in ("mcp_list_tools", "container_upload", "other"):
         assert f'turnwise_dropped_items_total{{type="{kind}"}} 1.0' in metrics
-
-
-def test_the_remote_compaction_of_codex_is_refused_by_its_name(proxy):
-    """Without its own route, the path would be that of a stored response, and the answer 405."""
-    trigger = [{"role": "user", "content": "hello"}, {"type": "compaction_trigger"}]
-    for path, asked in (("responses/compact", "hello"), ("responses", trigger)):
-        answer = httpx2.post(f"{proxy.v1}/{path}", json={"model": "m", "input": asked})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (400, "compaction_not_served")
-        assert "/v1/responses/compact are not served; send a call" in error["message"]
