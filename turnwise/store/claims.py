@@ -310,7 +310,7 @@ def _is_claimable(
 
 
 def _writing(target: Target) -> contextlib.AbstractContextManager[sa.Connection]:
-    return target.write() if isinstance(target, Database) else contextlib.nullcontext(target)
+    return contextlib.nullcontext(target) if isinstance(target, sa.Connection) else target.write()
 
 
 def _lease_micros(lease_seconds: float) -> int:
