@@ -171,7 +171,7 @@ WHEEL := dist/turnwise-$(VERSION)-py3-none-any.whl
 	$(PYTHON) -m venv .release/tools
 	.release/tools/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3 hatchling==1.33.0
 
-.PHONY: dist release
+.PHONY: dist release release-fixture
 dist: .release/tools ## Build the distributions in dist/, the same bytes twice, and check them
 	rm -rf dist .release/again
 	for out in dist .release/again; do for each in . $(dir $(wildcard extras/*/pyproject.toml)); do \
@@ -193,6 +193,9 @@ release: setup .release/environment/.installed ## Build the distributions, insta
 
 clean: ## Remove what was built; runs/ and the databases stay
 	rm -rf .venv .release .compat .conformance .mypy_cache .ruff_cache .pytest_cache build dist
+
+release-fixture: setup ## Freeze the tables of 0.2.0 while it is not out, and write a release's database with rows in each table
+	cd tests && ../$(BIN)/python -m released
 
 # mini-swe-agent in an environment of its own: what it pins need not fit what Turnwise pins.
 .demo-agent/.installed: examples/mini_swe_agent/requirements.txt

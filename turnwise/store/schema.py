@@ -4,7 +4,7 @@ A turn stores its parent's id and only the tokens and messages after it, so a se
 little-endian blobs (int32 ids, float32 logprobs), documents are JSON text, instants are integer microseconds since 1970
 in UTC: the bytes are the same on both databases, and a driver converts nothing on the hot path.
 
-Until release 0.2 the only migration creates these tables; from then on a change here needs a migration.
+The first migration has these tables as release 0.2 has them; a change here needs another migration.
 """
 
 from __future__ import annotations
