@@ -125,12 +125,18 @@ def _link_one(conn: sa.Connection, row: Row) -> None:
     if row["chain_id"] == row["turn_id"]:
         replies = [Reply(each.turn_id, texts, "") for each in summaries if (texts := texts_of(each.response))]
         messages = json.loads(row["messages"])
-        found += _continued(conn, messages, replies)
+        found = list(dict.fromkeys([*found, *_continued(conn, messages, replies)]))
         if found and row["role"] == Role.SUB_AGENT and _is_task(conn, row, messages):
             return
-    if not found:
-        return
-    if found != [parent]:
+    if found:
+        _store(conn, row, found, summaries, known)
+
+
+def _store(
+    conn: sa.Connection, row: Row, found: Sequence[str], summaries: Sequence[Any], known: Mapping[str, Json]
+) -> None:
+    """Store that a turn goes on from the summaries `found`; `known` has what is stored of each of the session."""
+    if found != [row["parent_turn_id"]]:
         mine = _read(unpack_parts(row["parts"] or b"").get(SUMMARIES))
         before = {"continued_by": [], "summary_left_out": NOT_CONTINUED} if row["role"] == Role.SUMMARY else {}
         _note(conn, row["turn_id"], before | mine | {"continues_summary": found})
