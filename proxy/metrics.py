@@ -73,6 +73,10 @@ class Metrics:
     def compute(self, gauge: Gauge, function: Callable[[], float]) -> None:
         self._computed.append((gauge, function))
 
+    def stop_computing(self, gauge: Gauge) -> None:
+        self._computed = [each for each in self._computed if each[0] is not gauge]
+        gauge.set(0)
+
     def refresh(self) -> None:
         """Store the values of this process's computed gauges."""
         for gauge, function in self._computed:

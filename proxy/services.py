@@ -181,6 +181,8 @@ class Services:
         """Rules for a session that is about to be created: each returns it as it is stored."""
         self.reopened: list[Callable[[Session, Session], Awaitable[Session]]] = []
         """Rules for a session that is created again: each takes what is wanted and what is stored, which it returns."""
+        self.engine_checks: list[Callable[[Engine], Awaitable[None]]] = []
+        """What features ask of an engine before it gets calls; each may raise `EngineUnsuitable`."""
         self.closing: list[Callable[[], Awaitable[None]]] = []
         """What features end when the process ends and no call runs any more."""
         self.max_calls: float = settings.max_concurrent_calls
@@ -283,6 +285,8 @@ class Services:
             if found is not None:
                 await asyncio.to_thread(self._features.prepare, found)
             self.sessions.learn_template(found)
+        for check in self.engine_checks:
+            await check(engine)
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""

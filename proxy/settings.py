@@ -171,21 +171,21 @@ class ProxySettings(Settings):
     @classmethod
     def _check_engines(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            if not _is_http_url(url):
+            if not is_http_url(url):
                 raise ValueError(f"{mask_credentials(url)!r} is not the URL of an engine; write http://HOST:PORT")
         return urls
 
     @field_validator("public_url")
     @classmethod
     def _check_public_url(cls, url: str | None) -> str | None:
-        if url is not None and not _is_http_url(url):
+        if url is not None and not is_http_url(url):
             raise ValueError(
                 f"{mask_credentials(url)!r} is not the URL of a proxy; write https://HOST or https://HOST/PATH"
             )
         return url
 
 
-def _is_http_url(url: str) -> bool:
+def is_http_url(url: str) -> bool:
     """Return whether a client can call this URL."""
     try:
         parts = urlsplit(url)

@@ -28,6 +28,7 @@ from turnwise.store import policies, serving
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyStatus, PolicyVersion, Session
 
+DRAIN_POLL_SECONDS = 0.2
 OWN_MODEL = PolicyVersion(version=0, path="")
 """What a policy without versions samples with."""
 
@@ -45,8 +46,8 @@ class EnginePool:
         wait_seconds: float = 0.0,
         access: Access | None = None,
     ) -> None:
-        options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "access": access}
-        self.engines: list[Engine] = [Engine(url, **options) for url in urls]
+        self._options: dict[str, Any] = {"timeout_seconds": timeout_seconds, "access": access}
+        self.engines: list[Engine] = []
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""
         self._not_draining: list[Engine] = []
@@ -76,15 +77,37 @@ class EnginePool:
         self._num_noted = 0
         self._metrics = metrics
         self._wait_seconds = wait_seconds
+        self.expects_more = False
+        """Whether engines may still be named that are not known yet, so that calls wait for them."""
         self._in_flight = 0
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
-        for engine in self.engines:
-            engine.on_change = functools.partial(self._note_change, engine)
-            metrics.engine_up.labels(engine.url).set(0)
-            engine.wait_for_any = self.wait_for_first
-            engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
-            metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
+        for url in urls:
+            self.add(url)
+
+    def add(self, url: str) -> Engine:
+        """Take an engine that gets calls once the reloader has admitted it."""
+        engine, metrics = Engine(url, **self._options), self._metrics
+        engine.on_change = functools.partial(self._note_change, engine)
+        metrics.engine_up.labels(engine.url).set(0)
+        engine.wait_for_any = self.wait_for_first
+        engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
+        metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
+        self.engines = [*self.engines, engine]
+        return engine
+
+    async def remove(self, engine: Engine) -> None:
+        """Give an engine no call any more, and close its connections when its last one has ended."""
+        self.engines = [each for each in self.engines if each is not engine]
+        self._note_change(engine)
+        self._metrics.engine_up.labels(engine.url).set(0)
+        try:
+            while engine.num_calls:  # noqa: ASYNC110  the calls end in many places
+                await asyncio.sleep(DRAIN_POLL_SECONDS)
+            if self.engine_at(engine.url) is None:  # it may have come back meanwhile
+                self._metrics.stop_computing(self._metrics.engine_calls.labels(engine.url))
+        finally:
+            await engine.close()
 
     def context_tokens(self) -> float:
         """Return the most tokens of a prompt that one of the serving engines takes."""
@@ -223,7 +246,7 @@ class EnginePool:
         return bool(self.serving)
 
     def _is_one_expected(self) -> bool:
-        return any(engine.state is EngineState.ABSENT for engine in self.engines)
+        return self.expects_more or any(engine.state is EngineState.ABSENT for engine in self.engines)
 
     async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:
         """Wait for an engine, and return the lane that the call takes.

@@ -15,6 +15,7 @@ from proxy.features.compaction.step import ClearedThinking, ManageContext
 from proxy.features.consent.marks import ConsentStep
 from proxy.features.consent.redaction import Redaction
 from proxy.features.consent.settings import ConsentSettings
+from proxy.features.discovery.settings import DiscoverySettings
 from proxy.features.dropped import Dropped
 from proxy.features.experts import Experts
 from proxy.features.feedback.settings import FeedbackSettings
@@ -87,6 +88,7 @@ class Settings(
     UpstreamSettings,
     TracingSettings,
     WorkerSettings,
+    DiscoverySettings,
 ):
     """Settings of one proxy with all of its features."""
 
@@ -94,6 +96,7 @@ class Settings(
 def served() -> Features:
     """Return what stands beside the core; only a process that serves imports all of it."""
     from proxy.features.arms.trials import Trials
+    from proxy.features.discovery.fleet import Fleet
     from proxy.features.exports import Exports
     from proxy.features.freed_memory import FreedMemory
     from proxy.features.inferred import Inferred
@@ -109,5 +112,5 @@ def served() -> Features:
     from proxy.reload.parts import ReloadParts
     from proxy.services import Features
 
-    beside = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers)
+    beside = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet)
     return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), Inferred, shorten)

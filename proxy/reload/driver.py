@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 
-from proxy.engines.engine import UNLABELLED, Engine, EngineState
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -34,6 +34,7 @@ from turnwise.errors import (
     EngineUnavailable,
     EngineUnsuitable,
     FilesNotRead,
+    ReloadFailed,
     SettingsError,
     TurnwiseError,
 )
@@ -235,6 +236,21 @@ class Reloader:
         version = self._pool.version_on(engine)
         self._metrics.policy_version.set(version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)
+
+    async def prove(self, engine: Engine) -> None:
+        """Compare what an engine has with the probe of the active version, whatever its label says.
+
+        Raises:
+            EngineError: it has something else, and loads the version at its next check.
+        """
+        active = self._default.state.active
+        if active is None or active.kind is PolicyKind.LORA:  # an adapter is compared when it is loaded
+            return
+        try:
+            await self._loader.verify(engine.base_lane, await self._loader.probe(active, engine))
+        except ReloadFailed:
+            await engine.label_weights(LOADING)
+            raise
 
     async def _adopt(self, engine: Engine) -> None:
         """Read which model the engine was started with, and let a new database belong to it if its files are here."""

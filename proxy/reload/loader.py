@@ -254,7 +254,7 @@ class Loader:
         probe = source.probe if source else await self.probe(version, engine, seconds=None)
         await self._compare_base(engine, probe)
         paused = await self._replace_weights(engine, version, source)
-        await self._verify(engine.base_lane, probe)
+        await self.verify(engine.base_lane, probe)
         return paused
 
     async def _load_adapter(self, engine: Engine, version: PolicyVersion) -> float:
@@ -274,7 +274,7 @@ class Loader:
         await self._compare_base(engine, probe)
         await engine.load_adapter(name, version.path, seconds=self._settings.reload_timeout_seconds)
         try:
-            await self._verify(Lane(engine, version.version, name), probe)
+            await self.verify(Lane(engine, version.version, name), probe)
             if probe is None:
                 await self._check_moved(Lane(engine, version.version, name), version)
         except EngineError:
@@ -327,7 +327,7 @@ class Loader:
         read = functools.partial(read_probe, Path(path))
         return await self.files.read(("probe", path), path, read, seconds=seconds)
 
-    async def _verify(self, lane: Lane, probe: Probe | None) -> None:
+    async def verify(self, lane: Lane, probe: Probe | None) -> None:
         if probe is None:
             return
         found = await self.probed(lane, probe)

@@ -1,0 +1,129 @@
+"""Takes in the engines that a source names, and lets go of those that it names no more.
+
+An engine that joins gets calls once it has the served version and has proven it: by the probe of that version, and
+beside an engine that serves, by the same logprobs of one text. One of another model or with other sampling defaults is
+refused by name. An engine that leaves gets no new call, and its connections close when its last call has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from prometheus_client import Counter
+
+from proxy.engines.engine import Engine
+from proxy.features.discovery.settings import DiscoverySettings
+from proxy.features.discovery.sources import Read, reader
+from proxy.reload.loader import NUM_PROBED, PROBED_TEXT
+from proxy.services import Beside
+from turnwise.errors import EngineUnsuitable, SettingsError
+from turnwise.version_directory import Probe
+
+if TYPE_CHECKING:
+    from proxy.metrics import Counted
+    from proxy.services import Services
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 2.0
+LIMIT_NATS = {"float32": 0.005}
+COARSE_LIMIT_NATS = 0.25
+"""Largest mean difference of two engines that serve one version; the second where their weights are no float32."""
+
+
+class Fleet(Beside):
+    """The engines of `engines`."""
+
+    counters: ClassVar[Mapping[str, Counted]] = {
+        "changes": ("turnwise_engine_changes", "Engines that joined and left", ["change"]),
+        "failures": ("turnwise_engine_source_failures", "Readings of `engines` that named no usable list", []),
+    }
+    changes: Counter
+    failures: Counter
+
+    def __init__(self, services: Services) -> None:
+        settings = services.settings
+        source = settings.engines if isinstance(settings, DiscoverySettings) else None
+        self._services, self._pool = services, services.pool
+        self._read: Read | None = None if source is None else reader(source)
+        self._joined: dict[str, Engine] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._problem: str | None = None
+        if source is None:
+            return
+        if "engine" not in settings.model_fields_set:
+            self._pool.engines = []  # nobody named the default address
+        self._pool.expects_more = True
+        services.engine_checks.append(self._prove)
+
+    async def run(self) -> None:
+        try:
+            while self._read is not None:
+                await self._look(self._read)
+                await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for task in self._leaving:
+                task.cancel()
+            await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    async def _look(self, read: Read) -> None:
+        try:
+            named = await read()
+        except SettingsError as error:
+            self.failures.inc()
+            if str(error) != self._problem:
+                log.warning("%s", error)
+            self._problem = str(error)
+            return
+        self._problem = None
+        for url in named:
+            if url not in self._joined and self._pool.engine_at(url) is None:
+                self._joined[url] = self._pool.add(url)
+                self.changes.labels("joined").inc()
+                log.info("the engine at %s joins", url)
+        for url in self._joined.keys() - set(named):
+            task = asyncio.create_task(self._pool.remove(self._joined.pop(url)))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+            self.changes.labels("left").inc()
+            log.info("the engine at %s leaves: it gets no new call", url)
+
+    async def _prove(self, engine: Engine) -> None:
+        """Check that an engine that joins serves what the others serve.
+
+        Raises:
+            EngineUnsuitable: it is of another model, or samples with other defaults.
+            EngineError: its logprobs are not those of the version that its label names.
+        """
+        if engine not in self._joined.values():
+            return
+        others = [each for each in self._pool.serving if each is not engine]
+        for name in ("model", "defaults"):
+            own, theirs = getattr(engine, name), [getattr(each, name) for each in others]
+            if theirs and own != theirs[0]:
+                raise EngineUnsuitable(
+                    f"the engine at {engine.url} has {name} {own!r}, and the one at {others[0].url} {theirs[0]!r}: "
+                    "start it as the others are started"
+                )
+        if self._services.settings.engine_check != "off":
+            await self._services.reloader.prove(engine)
+            alike = [each for each in others if each.base_lane.version == engine.base_lane.version]
+            if alike:
+                await self._compare(engine, alike[0])
+
+    async def _compare(self, engine: Engine, other: Engine) -> None:
+        text = Probe(await engine.tokenise({"model": engine.model, "messages": PROBED_TEXT}), [])
+        positions = text.positions(NUM_PROBED)
+        own, theirs = [await each.token_logprobs(each.model, text.token_ids, positions) for each in (engine, other)]
+        gap = sum(abs(one - two) for one, two in zip(own, theirs, strict=True)) / len(positions)
+        limit = max(LIMIT_NATS.get(each.dtype or "", COARSE_LIMIT_NATS) for each in (engine, other))
+        if gap > limit:
+            raise EngineUnsuitable(
+                f"the engine at {engine.url} and the one at {other.url} both say that they have version "
+                f"{engine.base_lane.version}, and differ by {gap:.3g} nats on average (limit {limit:g}): restart it "
+                "with the model of the others"
+            )

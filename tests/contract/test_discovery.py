@@ -1,0 +1,230 @@
+"""Engines that join and leave while the proxy serves: each gets calls once it is proven, and no call is lost."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from support.in_process import served
+from support.migrated import migrated
+from support.waiting import wait_until
+from turnwise_fake_engine import running_fake_engine
+from turnwise_fake_engine.script import Reply, Rule, Script
+
+from proxy import features
+from proxy.features.discovery import fleet
+from proxy.features.discovery.sources import reader
+from turnwise.errors import SettingsError
+
+
+@pytest.fixture
+def named(tmp_path):
+    """Names engines in a file, as whoever starts them would."""
+    path = tmp_path / "engines.json"
+
+    def name(*engines):
+        path.with_suffix(".new").write_text(json.dumps([each.url for each in engines]))
+        path.with_suffix(".new").replace(path)
+
+    name.path = path
+    return name
+
+
+@contextlib.contextmanager
+def proxy_of(source, tmp_path, monkeypatch, **settings):
+    from support.warm_writers import fork_writers
+
+    monkeypatch.setattr(fleet, "WATCH_SECONDS", 0.05)
+    fork_writers()
+    url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
+    given = features.Settings(engines=source, database=url, **settings)
+    with served(given, routes=features.ROUTES, features=features.served()) as http:
+        yield http
+
+
+@contextlib.contextmanager
+def engines(number, **script):
+    with contextlib.ExitStack() as running:
+        yield [running.enter_context(running_fake_engine(Script(**script))) for _ in range(number)]
+
+
+def ask(http, session, text="hi"):
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}]}
+    return http.post(f"/sessions/{session}/v1/chat/completions", json=body)
+
+
+def reports(http):
+    return {each["url"]: each for each in http.get("/readyz").json()["engines"]}
+
+
+def wait_ready(http, *expected):
+    urls = {each.url for each in expected}
+    wait_until(
+        lambda: {url for url, each in reports(http).items() if each["ready"]} == urls,
+        f"{urls} serve",
+    )
+
+
+def metric(http, name):
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in http.get("/metrics").text.splitlines() if line.startswith(name)
+    )
+
+
+def test_engines_join_leave_and_come_back_under_calls_and_none_fails(named, tmp_path, monkeypatch):
+    with engines(3) as (one, two, three):
+        named(one)
+        with proxy_of(f"file://{named.path}", tmp_path, monkeypatch) as http:
+            wait_ready(http, one)
+            stop, statuses = threading.Event(), []
+
+            def call(worker):
+                number = 0
+                while not stop.is_set():
+                    number += 1
+                    statuses.append(ask(http, f"s{worker}-{number % 7}").status_code)
+
+            with ThreadPoolExecutor(3) as pool:
+                running = [pool.submit(call, worker) for worker in range(3)]
+                try:
+                    for now in ((one, two, three), (two, three), (three,), (one, three), (one, two)):
+                        named(*now)
+                        wait_ready(http, *now)
+                        before = len(statuses)
+                        wait_until(lambda: len(statuses) > before + 6, "calls go on")  # noqa: B023
+                finally:
+                    stop.set()
+                [each.result() for each in running]
+            assert set(statuses) == {200}
+            assert all(each.calls for each in (one, two, three))
+            assert metric(http, 'turnwise_engine_changes_total{change="joined"}') == 5
+            assert metric(http, 'turnwise_engine_changes_total{change="left"}') == 3
+
+
+def test_an_engine_that_leaves_finishes_its_call_and_gets_no_other(named, tmp_path, monkeypatch):
+    with engines(2) as (leaving, staying):
+        leaving.answer(Rule(contains="slow", reply=Reply(text="a long reply " * 8, pace_seconds=0.05)))
+        named(leaving)
+        with proxy_of(f"file://{named.path}", tmp_path, monkeypatch) as http, ThreadPoolExecutor(1) as pool:
+            wait_ready(http, leaving)
+            reply = pool.submit(ask, http, "slow", "slow please")
+            wait_until(lambda: any("slow" in json.dumps(call.body) for call in leaving.calls), "the call runs")
+            named(staying)
+            wait_ready(http, staying)
+            assert ask(http, "other").status_code == 200
+            assert len([call for call in leaving.calls if "hi" in json.dumps(call.body)]) == 0
+            assert reply.result().json()["choices"][0]["message"]["content"] == "a long reply " * 8
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ({"model": "another"}, "has model 'another'"),
+        ({"default_temperature": 0.5}, "has defaults {'temperature': 0.5}"),
+        ({}, "both say that they have version 0, and differ by 1 nats"),
+    ],
+)
+def test_an_engine_of_another_model_defaults_or_weights_is_refused_by_name(
+    named, tmp_path, monkeypatch, script, problem
+):
+    with engines(1) as (right,), engines(1, **script) as (wrong,):
+        if "default_temperature" in script:
+            (Path(wrong.state.model_path) / "generation_config.json").write_text('{"temperature": 0.5}')
+        if not script:
+            wrong.state.script.logprob_shifts[Path(wrong.state.weights_path).name] = 1.0
+        named(right)
+        with proxy_of(f"file://{named.path}", tmp_path, monkeypatch) as http:
+            wait_ready(http, right)
+            named(right, wrong)
+            wait_until(lambda: (reports(http).get(wrong.url) or {}).get("error"), "the engine is refused")
+            assert problem in reports(http)[wrong.url]["error"]
+            assert {ask(http, f"s{number}").status_code for number in range(8)} == {200}
+            assert not any("hi" in json.dumps(call.body) for call in wrong.calls)
+
+
+def test_a_list_that_names_no_engines_keeps_the_last_good_one_and_is_counted(named, tmp_path, monkeypatch, caplog):
+    with engines(1) as (one,):
+        named(one)
+        with proxy_of(f"file://{named.path}", tmp_path, monkeypatch) as http:
+            wait_ready(http, one)
+            for text in ("[", "[]", '["ftp://nowhere"]', '{"engines": 3}', '[{"name": "x"}]', "x" * (2**20 + 1)):
+                failures = metric(http, "turnwise_engine_source_failures_total")
+                named.path.write_text(text)
+                wait_until(
+                    lambda: metric(http, "turnwise_engine_source_failures_total") > failures + 1,  # noqa: B023
+                    f"{text[:20]!r} is counted",
+                )
+                assert ask(http, "s").status_code == 200
+            named.path.unlink()
+            wait_until(lambda: "No such file" in caplog.text, "a file that is gone is said")
+            assert ask(http, "s").status_code == 200
+    assert caplog.text.count("names 0 engines") == 1, "a problem is said once, however often it is found"
+
+
+def test_calls_wait_for_the_first_engine_of_a_source_that_names_none_yet(named, tmp_path, monkeypatch):
+    source, waits = f"file://{named.path}", {"engine_wait_seconds": 300.0}
+    with (
+        engines(1) as (one,),
+        ThreadPoolExecutor(1) as pool,
+        proxy_of(source, tmp_path, monkeypatch, **waits) as http,
+    ):
+        reply = pool.submit(ask, http, "early")
+        wait_until(lambda: metric(http, "turnwise_engine_source_failures_total") > 2, "the source was read")
+        named(one)
+        assert reply.result().status_code == 200
+
+
+def test_dns_names_all_addresses_of_a_host(monkeypatch):
+    async def read():
+        loop = asyncio.get_running_loop()
+
+        async def lookup(host, port, **_):
+            assert (host, port) == ("engines.ns.svc", 8000)
+            return [
+                (None, None, None, "", (address, port)) for address in ("10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1")
+            ]
+
+        monkeypatch.setattr(loop, "getaddrinfo", lookup)
+        return await reader("dns://engines.ns.svc:8000")()
+
+    assert asyncio.run(read()) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_dynamo_names_the_system_urls_of_its_workers(status):
+    class Listener(BaseHTTPRequestHandler):
+        def do_GET(self):
+            found = (
+                {"workers": [{"instance_id": 7, "system_url": "http://10.0.0.7:9090/"}]}
+                if self.path == "/v1/rl/workers"
+                else {}
+            )
+            body = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        read = reader(f"dynamo+http://127.0.0.1:{server.server_port}")
+        if status == 200:
+            assert asyncio.run(read()) == ["http://10.0.0.7:9090"]
+        else:
+            with pytest.raises(SettingsError, match="answers 503"):
+                asyncio.run(read())
+        server.shutdown()
+
+
+@pytest.mark.parametrize("source", ["engines.json", "dns://engines", "http://engine:8000", "file://", "dynamo+http://"])
+def test_a_source_that_names_nothing_is_refused(source):
+    with pytest.raises(ValidationError, match="names no engines"):
+        features.Settings(engines=source)
