@@ -14,14 +14,12 @@ from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import TurnwiseError
 from turnwise.sampling import ADVICE, count_not_trained, left_out_by
-from turnwise.store import keys, rewards, sessions, turns
+from turnwise.store import keys, rewards, samplings, sessions
 from turnwise.store.database import Connection, Database, IdleClock
 from turnwise.types import SessionKey, utc_now
 
 log = logging.getLogger(__name__)
 
-REWARDED_IDLE = datetime.timedelta(minutes=10)
-"""A single session that has a reward, and that no call names, ends after so long without activity."""
 REMEMBERED = datetime.timedelta(days=1)
 """How long an `Idempotency-Key` of rewards, of feedback, or of a call that names no session is recognised."""
 SAMPLING_SECONDS = 30.0
@@ -61,7 +59,7 @@ class Sweeper:
                 await self.record_key_uses()
                 while await self._writer.do(rewards.forget_answers, utc_now() - REMEMBERED):
                     pass
-                await self._close_idle(sessions.end_rewarded_sessions, min(idle, REWARDED_IDLE), "ended")
+                await self._close_idle(sessions.end_rewarded_sessions, min(idle, sessions.REWARDED_IDLE), "ended")
                 await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
                 await self._report_sampling()
             except TurnwiseError as error:
@@ -84,7 +82,7 @@ class Sweeper:
         if time.monotonic() < self._sampling_at:
             return
         self._sampling_at = time.monotonic() + SAMPLING_SECONDS
-        newest = await self._database.fetch(turns.newest_samplings, None)
+        newest = await self._database.fetch(samplings.newest_samplings, None)
         reasons = {left_out_by(*each) for each in newest} - {None}
         if reasons - self._left_out_by:
             log.warning("%s %s", count_not_trained(newest), ADVICE)

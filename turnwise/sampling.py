@@ -48,7 +48,11 @@ NUMBERS: Mapping[str, type[int | float]] = {
 """Parameters that are numbers; vLLM takes the text of one too."""
 Sampled: TypeAlias = tuple[Json, Container[str]]
 """The sampling parameters of a turn, and the names of its parts."""
-ADVICE = "Only `sft`, `dpo` and `correction` train such turns; for others set the `sampling` of sessions."
+ADVICE = (
+    "Only `sft`, `dpo` and `correction` train such turns. For other algorithms let the proxy sample live traffic with "
+    "`sampling_pins`, or a share of the calls at temperature 0 with `explore`; sessions that you create may have a "
+    "`sampling`."
+)
 
 
 def unreadable(sampling: Json) -> str | None:

@@ -6,7 +6,6 @@ import abc
 import contextlib
 import dataclasses
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 from prometheus_client.samples import Sample
 
 from turnwise.rollouts.results import RunResult
+from turnwise.statistics import intervals
+from turnwise.statistics.confidence import Looks
 from turnwise.types import PolicyKind
-
-Z = 1.96
-"""Standard deviations of a 95 % interval."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +86,9 @@ def mean_reward(results: Sequence[RunResult]) -> float:
 
 
 def margin(results: Sequence[RunResult]) -> float:
-    """Return half of the 95 % interval of the mean of rewards between 0 and 1, by Wilson's score (1927)."""
-    num, mean = max(1, len(results)), min(1.0, max(0.0, mean_reward(results)))
-    return Z / (1 + Z**2 / num) * math.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
+    """Return half of the 95 % interval of the mean of rewards between 0 and 1."""
+    found = intervals.mean([result.reward or 0.0 for result in results], Looks(), bounds=(0.0, 1.0))
+    return (found.high - found.low) / 2
 
 
 def count_failures(samples: Iterable[Sample]) -> dict[str, int]:

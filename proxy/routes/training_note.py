@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnwise import sampling
-from turnwise.store import groups, turns
+from turnwise.store import groups, samplings
 from turnwise.store.database import Connection
 from turnwise.types import GroupStatus, Session, Split
 
@@ -24,7 +24,7 @@ def training_note(conn: Connection, session: Session) -> str:
         return "A session of split `eval` is not trained."
     if not session.train:
         return "The session is marked `train = false` and is not trained."
-    left_out = sampling.count_not_trained(turns.newest_samplings(conn, session.tenant, session.session_id))
+    left_out = sampling.count_not_trained(samplings.newest_samplings(conn, session.tenant, session.session_id))
     return _waits_for(conn, session) + ("" if left_out is None else f" {left_out} {sampling.ADVICE}")
 
 

@@ -34,6 +34,7 @@ def test_a_silent_stream_gets_keep_alive_comments_that_clients_ignore(fake_engin
     answer = chat(proxy.v1, stream=True)
     events = [line for line in answer.text.split("\n\n") if line]
     assert events.count(": keep-alive") >= 2
+    assert answer.headers["x-accel-buffering"] == "no", "servers between pass each event on at once"
     assert events[-1] == "data: [DONE]"
     data = [event for event in events if event.startswith("data: {")]
     assert len(data) + events.count(": keep-alive") + 1 == len(events)

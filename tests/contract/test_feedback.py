@@ -153,6 +153,16 @@ def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_
         for text in ("In Rome.", "In Oslo.", "In Oslo."):
             said = client.feedback("demonstration", text, turn_id=second["id"])
         assert said["group_id"].startswith("feedback-")
+        assert said["training_note"].startswith(
+            "`sft`, `dpo` and `chord` train it as a group of its own, and `correction`"
+        )
+        thumb = client.feedback("boolean", True, turn_id=first["id"])
+        comment = client.feedback("comment", "Rome it is.", turn_id=first["id"])
+        assert (thumb["training_note"], comment["training_note"]) == (
+            None,
+            "The algorithm `correction` trains it; others do not.",
+        )
+        client.withdraw_feedback("boolean", turn_id=first["id"])
         (pair,) = feedback_groups(database)
         sampled = pair[0] if pair[0].reward == 0.0 else pair[1]
         written = pair[1] if sampled is pair[0] else pair[0]

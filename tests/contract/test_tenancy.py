@@ -17,6 +17,7 @@ NOTHING = {
     "groups": {},
     "num_turns": 0,
     "num_rewards": 0,
+    "num_ready_singles": 0,
     "num_failed_calls": 0,
     "num_updates": 0,
     "trainers": [],

@@ -251,6 +251,37 @@ def test_the_overview_states_the_lift_over_the_hold_out(window):
     assert "Reward +0.2 over version 5, which is held out (0.1 to 0.3)" in main_text(window.open())
 
 
+def test_groups_and_single_sessions_have_counts_and_curves_of_their_own(window):
+    """Live traffic came after update 4, with other graders: one curve of both would fall without a reason."""
+
+    def with_singles(route: Any) -> None:
+        found = route.fetch().json()
+        for each in found["data"][4:]:
+            each["by_kind"]["singles"] = {"mean": 0.11, "num_sessions": 16}
+        route.fulfill(json=found)
+
+    def waiting(route: Any) -> None:
+        found = route.fetch().json()
+        route.fulfill(json=found | {"groups": found["groups"] | {"ready": 16}, "num_ready_singles": 15})
+
+    window.page.route("**/v1/updates/summaries*", with_singles)
+    window.page.route("**/v1/counts", waiting)
+    text = " ".join(main_text(page := window.open()).split())
+    assert "1 group is ready 15 single sessions are ready" in text
+    described = page.get_attribute(".chart .u-wrap", "aria-label")
+    expected = "Reward: groups 0.9583 at update 8, single sessions 0.11 at update 8, held out 0.8 at update 8"
+    assert described == expected
+
+
+def test_a_pinned_version_is_said_without_a_word_on_what_the_trainer_does(window):
+    version = {"status": "active", "metrics": {}, "created_at": "2026-01-01T00:00:00Z", "on_disk": True, "path": "/p"}
+    served = {"data": [version | {"version": 7}], "has_more": False, "pinned_version": 7}
+    window.page.route("**/v1/policies?*", lambda route: route.fulfill(json=served))
+    text = main_text(window.open())
+    assert "Pinned to version 7: newer versions are not served until you follow the newest" in text
+    assert "are trained and not served" not in text
+
+
 def test_versions_are_compared_by_the_rewards_and_replies_of_the_same_task(window):
     """In this run version 0 sampled everything, so a version is compared with itself."""
     text = " ".join(main_text(window.open("#runs/0/0")).split())
@@ -332,12 +363,13 @@ def test_a_long_reason_of_an_engine_has_the_width_of_its_card_and_stretches_no_o
     page, reason = window.page, "the engine does not answer: [Errno 111] " + "connection refused " * 30
     page.set_viewport_size({"width": width, "height": 900})
     engines = [{"url": "http://10.0.0.7:8000", "ready": False, "model": None, "error": reason}]
-    served = {"status": "ready", "store": "ok", "exact_continuation": True, "policy_version": 0, "reload_error": None}
+    served = {"status": "ready", "store": "ok", "exact_continuation": True, "policy_version": 0, "reload_error": reason}
     page.route("**/readyz", answering({"json": {**served, "engines": engines}}))
     page = window.open()
     card = page.locator(".card", has=page.locator("h2:text('Serving')"))
-    said = card.locator("summary")
+    said, reload = card.locator("summary").all()
     heights = {"card": card.bounding_box()["height"], "said": said.bounding_box()["height"]}
+    assert reload.bounding_box()["height"] < 40
     assert said.bounding_box()["width"] > 0.8 * card.bounding_box()["width"]
     assert (heights["said"] < 40, heights["card"] < 400) == (True, True), heights
     said.click()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainer.algorithms.loading import provided
+from trainer.claims.claims import smallest_batch
 from trainer.features import Settings
+from turnwise.store.sessions import REWARDED_IDLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -33,6 +35,14 @@ def written_words() -> set[str]:
 def test_every_setting_of_training_is_on_a_page_that_a_person_wrote(settings):
     """The generated table says what a setting is; a page says when to change it."""
     assert settings.model_fields.keys() - written_words() == set()
+
+
+def test_readme_says_how_long_live_traffic_takes_as_the_code_does():
+    """A version follows from a quarter of 32 groups, and a group is eight single sessions."""
+    rule = Settings()
+    least = smallest_batch(rule) * rule.singles_per_group
+    assert f"follows from {least} of them" in (ROOT / "README.md").read_text()
+    assert REWARDED_IDLE.total_seconds() == 600, "ten minutes in README, docs/training.md and the trainer's report"
 
 
 def test_the_trainer_has_few_settings():

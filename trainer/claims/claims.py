@@ -351,10 +351,12 @@ def describe_wait(supply: Supply, settings: TrainerSettings, seconds_left: float
     elif supply.num_singles and not each_counts:
         num_needed = settings.singles_per_group * (settings.groups_per_batch if is_enough else smallest)
         counted, least = f"{supply.num_singles} of {num_needed} single sessions are ready", ""
+    elif supply.num_open and not each_counts and not num_ready:
+        least += f", or {settings.singles_per_group * smallest} single sessions"
     if held is not None:
         return f"{counted}; {held}"
     if not is_enough:
-        return f"waiting: {counted}{least}" + (f"; {_describe_open(supply, settings)}" if supply.num_open else "")
+        return f"waiting: {counted}{least}" + (f"; {_describe_open(supply)}" if supply.num_open else "")
     return f"waiting: {counted}" + ("" if seconds_left is None else f", starts in {max(seconds_left, 0):.0f} s")
 
 
@@ -366,11 +368,9 @@ def describe_refill(claim: claims.Claim, num_groups: int, settings: TrainerSetti
     )
 
 
-def _describe_open(supply: Supply, settings: TrainerSettings) -> str:
+def _describe_open(supply: Supply) -> str:
     counted = f"{supply.num_open} open sessions have a reward" if supply.num_open > 1 else "1 open session has a reward"
-    is_said = settings.singles_per_group == 1 or supply.num_singles > 0
-    singles = "" if is_said else f", and {settings.singles_per_group} single ones count as a group"
     return (
         f"{counted}: a session counts once it is over (POST /v1/sessions/{{session_id}}/end; one that no call names is "
-        f"over after ten minutes without a call){singles}"
+        f"over after ten minutes without a call)"
     )

@@ -26,7 +26,7 @@ from turnwise.features import sentinels
 from turnwise.features.arms import holdout_of
 from turnwise.settings import FromJson, Settings
 from turnwise.statistics import intervals
-from turnwise.statistics.confidence import Looks
+from turnwise.statistics.confidence import AnyTime
 from turnwise.store import claims, serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import Change
@@ -75,8 +75,9 @@ BOTH_WAYS = frozenset({"summary_length"})
 """Sentinels that may not fall either, by the same factor: a summary of nothing is as much a hack as an endless one."""
 MIN_SESSIONS = 20
 MAX_SESSIONS = 200
-NUM_STANDARD_ERRORS = 2.0
-"""Confidence of an alarm: about 2.5 % of normal draws lie beyond."""
+CONFIDENCE = AnyTime()
+"""Sentinels are looked at every half minute: two standard errors would lie beyond a bound that holds, sooner or
+later."""
 FAILURES = ("error", "denied", "permission denied", "refused", "rejected")
 """How a tool's result begins that says that the call failed, or that a person or a rule refused it."""
 DECLINES = ("i can't", "i can\N{RIGHT SINGLE QUOTATION MARK}t", "i cannot", "i'm sorry", "i am sorry", "sorry, ")
@@ -185,9 +186,8 @@ def alarms(
         measured = [value for value, _ in values]
         mean, mean_before = statistics.fmean(measured), statistics.fmean(before)
         allowed = bound * abs(mean_before) if name in RELATIVE else bound
-        error = intervals.difference(measured, before, Looks()).error
-        risen = mean - mean_before - NUM_STANDARD_ERRORS * error > allowed
-        fallen = mean_before - mean - NUM_STANDARD_ERRORS * error > mean_before * bound / (1 + bound)
+        rise = intervals.difference(measured, before, CONFIDENCE)
+        risen, fallen = rise.is_above(allowed), rise.is_below(-mean_before * bound / (1 + bound))
         if risen or (fallen and name in BOTH_WAYS):
             worst = sorted(values, key=lambda each: -each[0] if risen else each[0])[:NUM_NAMED]
             named = tuple(session_id for _, session_id in worst)

@@ -156,6 +156,9 @@ class AsyncClient(Connection):
         rows: list[Json] = (await self._json(wire.get("/v1/feedback", session_id=session_id)))["data"]
         return rows
 
+    def feedback_from(self, source: str) -> AsyncIterator[Json]:
+        return self._rows(wire.get("/v1/feedback", source=source), "session_id")
+
     async def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
         answer = await self._json(wire.post_rewards(lines, idempotency_key=idempotency_key))
         return [row["turns"] for row in answer["data"]]

@@ -203,6 +203,10 @@ class Client(Connection):
         rows: list[Json] = self._json(wire.get("/v1/feedback", session_id=session_id))["data"]
         return rows
 
+    def feedback_from(self, source: str) -> Iterator[Json]:
+        """Iterate over the feedback that a source gave, of all sessions."""
+        return self._rows(wire.get("/v1/feedback", source=source), "session_id")
+
     def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
         """Add several reward lines in one transaction; return how many turns each reached."""
         answer = self._json(wire.post_rewards(lines, idempotency_key=idempotency_key))

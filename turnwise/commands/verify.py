@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -174,6 +175,8 @@ def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, 
 def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]:
     from turnwise.processes.installation import examine, examine_packages
 
+    with contextlib.suppress(ImportError):  # a copy without the store
+        import turnwise.features  # noqa: F401  the store calls them from here on
     try:
         return examine(engine_urls(engine), database_url(database), **engine_client_options())
     except ModuleNotFoundError:

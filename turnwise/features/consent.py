@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sqlalchemy as sa
@@ -97,6 +97,12 @@ def count_marks(conn: sa.Connection, tenant: str | None) -> dict[str, int]:
     if tenant is not None:
         kinds = kinds.where(consent_marks.c.tenant == tenant)
     return {kind: number for kind, number in (*conn.execute(kinds), *conn.execute(denied)) if number}
+
+
+def _findings(conn: sa.Connection, tenant: str | None) -> Iterator[tuple[str, str]]:
+    marks = count_marks(conn, tenant)
+    named = ", ".join(f"{number} {kind}{'s' if number > 1 else ''}" for kind, number in marks.items())
+    yield "consent", f"not trained: {named}" if named else "nothing is marked `train = false`"
 
 
 def restricted(conn: sa.Connection, new: Sequence[Session]) -> list[Session]:
@@ -273,4 +279,5 @@ EXTENSION = Extension(
     after_change=restrict_changed,
     after_copy=inherit,
     of_keys=_marks_of_keys,
+    findings=_findings,
 )

@@ -13,7 +13,7 @@ import enum
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,12 @@ from turnwise.store import rewards, rows
 from turnwise.store.extensions import Extension
 from turnwise.store.rewards import add_rewards, claim_key
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import columns_of, metadata, session_copies, sessions
+from turnwise.store.schema import columns_of, groups, metadata, session_copies, sessions
 from turnwise.store.selection import SessionFilter, lock_sessions, session_row, sessions_of_turns
 from turnwise.store.sessions import create_sessions, end_session
 from turnwise.store.statements import insert_rows, is_among
 from turnwise.store.turns import append_turns
-from turnwise.types import IMPORT, Json, Outcome, Reward, Session, TokenIds, Turn, utc_now
+from turnwise.types import IMPORT, GroupStatus, Json, Outcome, Reward, Session, TokenIds, Turn, utc_now
 
 MAX_FEEDBACK = 1000
 MAX_COPIES = 1000
@@ -81,6 +81,13 @@ class Feedback:
 
 
 RATINGS = (FeedbackKind.BOOLEAN, FeedbackKind.FLOAT)
+AS_GROUP = "`sft`, `dpo` and `chord` train it as a group of its own"
+TRAINED_BY = {
+    (FeedbackKind.COMMENT, True): "The algorithm `correction` trains it; others do not.",
+    (FeedbackKind.DEMONSTRATION, True): f"{AS_GROUP}, and `correction` as a correction; other algorithms do not.",
+    (FeedbackKind.DEMONSTRATION, False): f"{AS_GROUP}; other algorithms do not.",
+}
+"""By the kind of feedback and whether it is a text: which algorithms train it."""
 feedback = sa.Table(
     "feedback",
     metadata,
@@ -236,6 +243,25 @@ def feedback_of(conn: sa.Connection, tenant: str, session_id: str) -> list[Feedb
     return [_ROWS.record(row) for row in conn.execute(own)]
 
 
+def feedback_from(
+    conn: sa.Connection, tenant: str, source: str, *, after: str | None = None, num_sessions: int = 100
+) -> tuple[list[Feedback], bool]:
+    """Return what a source said that is in force, of the first sessions after one; and whether there are more."""
+    begin = -1 if after is None else session_row(conn, tenant, after).session_pk
+    of_source = sessions.c.tenant == tenant, feedback.c.source == source
+    later = _WITH_SESSION.where(*of_source, feedback.c.session_pk > begin)
+    found = conn.execute(
+        later.with_only_columns(feedback.c.session_pk)
+        .distinct()
+        .order_by(feedback.c.session_pk)
+        .limit(num_sessions + 1)
+    ).scalars()
+    pks = list(found)
+    of_page = later.where(is_among(conn.dialect, feedback.c.session_pk, pks[:num_sessions]))
+    rows_of_page = conn.execute(of_page.order_by(feedback.c.session_pk, feedback.c.created_at))
+    return [_ROWS.record(row) for row in rows_of_page], len(pks) > num_sessions
+
+
 def _is_same(given: Feedback, session_pk: int) -> sa.ColumnElement[bool]:
     same = {"session_pk": session_pk, "turn_id": given.turn_id, "kind": given.kind.value, "name": given.name}
     return sa.and_(*(feedback.c[name] == value for name, value in same.items()))
@@ -314,4 +340,14 @@ def hints_of(experience: Experience) -> Mapping[str, Json]:
     return found
 
 
-EXTENSION = Extension(tables_of_sessions=(feedback,))
+def _findings(conn: sa.Connection, tenant: str | None) -> Iterator[tuple[str, str]]:
+    of_tenant = sa.true() if tenant is None else groups.c.tenant == tenant
+    is_edit = groups.c.imported.is_not(None), groups.c.group_id.startswith(f"{FEEDBACK}-")
+    waiting = sa.select(groups.c.group_pk).where(*is_edit, groups.c.status == GroupStatus.READY.value, of_tenant)
+    number = conn.execute(sa.select(sa.func.count()).select_from(waiting.limit(MAX_COPIES).subquery())).scalar_one()
+    if number:
+        text = f"{number} edited or chosen replies are not trained: only `sft`, `dpo` and `chord` train their groups, "
+        yield "edits", text + "and `correction` what was written; set `algorithm`, or leave them stored"
+
+
+EXTENSION = Extension(tables_of_sessions=(feedback,), findings=_findings)

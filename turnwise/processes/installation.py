@@ -23,7 +23,7 @@ from turnwise.installed import install_command, installed_version, missing_from
 from turnwise.processes import compatibility
 from turnwise.processes.engine_command import has_gpu, num_gpus, packages_problem
 from turnwise.settings import READABLE, mask_credentials
-from turnwise.types import Json
+from turnwise.types import Json, utc_now
 from turnwise.verify.engine import (
     ADDRESS_HINT,
     CHAT_ROUTE,
@@ -39,6 +39,8 @@ from turnwise.verify.engine import (
 
 if TYPE_CHECKING:  # imported where it is used: each proxy imports this module, and few examine anything
     import httpx2
+
+    from turnwise.store.trainer_reports import TrainerStatus
 
 _OWN_ENVIRONMENT = "install Turnwise in an environment of its own"
 _STRANGE = (
@@ -155,9 +157,8 @@ def _packages() -> Finding:
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
-        from turnwise.features import consent
         from turnwise.sampling import ADVICE, count_not_trained
-        from turnwise.store import trainer_reports, turns
+        from turnwise.store import extensions, samplings, trainer_reports
         from turnwise.store.database import Database, missing_file, readable_files
 
         missing = missing_file(url)
@@ -177,8 +178,8 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
         database.prepare()
         with database.read() as connection:
             trainers = trainer_reports.trainer_statuses(connection, tenant)
-            samplings = turns.newest_samplings(connection, tenant)
-            marks = consent.count_marks(connection, tenant)
+            sampled = samplings.newest_samplings(connection, tenant)
+            said = [each for findings in extensions.findings for each in findings(connection, tenant)]
     except TurnwiseError as error:
         yield Finding("database", Severity.FAIL, str(error))
         return
@@ -187,18 +188,23 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     yield Finding("database", Severity.OK, "reachable, with the tables of this release")
     for file in readable_files(url):
         yield Finding("permissions", Severity.WARN, READABLE % (file, file))
-    if samplings:
-        left_out = count_not_trained(samplings)
-        text = (
-            f"all of the newest {len(samplings)} turns can be trained" if left_out is None else f"{left_out} {ADVICE}"
-        )
-        yield Finding("sampling", Severity.OK if left_out is None else Severity.WARN, text)
-    named = ", ".join(f"{number} {kind}{'s' if number > 1 else ''}" for kind, number in marks.items())
-    yield Finding("consent", Severity.OK, f"not trained: {named}" if named else "nothing is marked `train = false`")
+    if sampled:
+        left_out = count_not_trained(sampled)
+        text = f"all of {len(sampled)} turns can be trained, of the newest sessions and of some of the last hour"
+        verdict = Severity.OK if left_out is None else Severity.WARN
+        yield Finding("sampling", verdict, text if left_out is None else f"{left_out} {ADVICE}")
+    for check, text in said:
+        yield Finding(check, Severity.OK, text)
     for each in trainers:
-        verdict = Severity.FAIL if each.state.needs_attention else Severity.OK
-        text = f"{each.state} since {each.reported_at:%Y-%m-%d %H:%M:%S} UTC: {each.text}"
-        yield Finding(f"trainer {each.trainer_id}", verdict, f"{text}{_ADVICE if each.state.needs_attention else ''}")
+        yield _trainer(each)
+
+
+def _trainer(status: TrainerStatus) -> Finding:
+    is_bad, text = status.state.needs_attention, status.text
+    if status.starts_at is not None and not is_bad:
+        text += f", starts in {max(0.0, (status.starts_at - utc_now()).total_seconds()):.0f} s"
+    text = f"{status.state} since {status.reported_at:%Y-%m-%d %H:%M:%S} UTC: {text}{_ADVICE if is_bad else ''}"
+    return Finding(f"trainer {status.trainer_id}", Severity.FAIL if is_bad else Severity.OK, text)
 
 
 def engine_findings(address: str, **options: Any) -> Iterator[Finding]:

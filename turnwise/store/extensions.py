@@ -42,6 +42,8 @@ class Column(NamedTuple):
     """Whether lists have it in each process; else only while the step of a call that names it is on."""
 
 
+Findings: TypeAlias = "Callable[[sa.Connection, str | None], Iterable[tuple[str, str]]]"
+"""Takes the connection and a tenant or None for all; yields what `turnwise doctor` says, each under a name."""
 Opened: TypeAlias = "Callable[[sa.Connection, Sequence[Session]], list[Session]]"
 """Takes sessions that are about to be created; returns them as they are stored, in the same order."""
 
@@ -78,6 +80,7 @@ class Extension(NamedTuple):
     sweep: Callable[[sa.Connection, int], bool] | None = None
     """Deletes some of what only a deleted session has, by its key; returns whether there was any."""
     columns: tuple[Column, ...] = ()
+    findings: Findings | None = None
     conditions: Mapping[str, Condition] = {}
     """By the field of `turnwise.store.selection.SessionFilter` that they are for."""
 
@@ -96,6 +99,7 @@ tables_of_tenants: list[sa.Table] = []
 tables_of_sessions: list[sa.Table] = []
 sweeps: list[Callable[[sa.Connection, int], bool]] = []
 columns: list[Column] = []
+findings: list[Findings] = []
 conditions: dict[str, Condition] = {}
 
 
@@ -116,6 +120,7 @@ def use(extensions: Iterable[Extension]) -> None:
     tables_of_sessions[:] = [table for each in found for table in each.tables_of_sessions]
     columns[:] = [column for each in found for column in each.columns]
     sweeps[:] = [each.sweep for each in found if each.sweep is not None]
+    findings[:] = [each.findings for each in found if each.findings is not None]
     conditions.clear()
     conditions.update(item for each in found for item in each.conditions.items())
 

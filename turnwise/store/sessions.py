@@ -141,14 +141,22 @@ def expire_idle_sessions(conn: sa.Connection, idle_before: datetime.datetime) ->
     return _close_idle(conn, is_open, idle_before, SessionStatus.EXPIRED)
 
 
+UNNAMED_WITH_REWARD = sa.and_(
+    groups.OPEN_WITH_REWARD,
+    sessions.c.group_id.is_(None),
+    sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.inferred_by.is_not(None)),
+)
+"""The condition for an open single session that no call names, and that has a reward."""
+REWARDED_IDLE = datetime.timedelta(minutes=10)
+"""Such a session ends after so long without activity: its client may know of no session to end."""
+
+
 def end_rewarded_sessions(conn: sa.Connection, idle_before: datetime.datetime) -> list[SessionKey]:
     """End open single sessions that no call names, that have a reward, and without activity since then.
 
-    Their clients may know of no session to end. The limit and the result are those of `expire_idle_sessions`.
+    The limit and the result are those of `expire_idle_sessions`.
     """
-    is_unnamed = sa.exists().where(turns.c.session_pk == sessions.c.session_pk, turns.c.inferred_by.is_not(None))
-    wanted = sa.and_(groups.OPEN_WITH_REWARD, sessions.c.group_id.is_(None), is_unnamed)
-    return _close_idle(conn, wanted, idle_before, SessionStatus.ENDED)
+    return _close_idle(conn, UNNAMED_WITH_REWARD, idle_before, SessionStatus.ENDED)
 
 
 def _close_idle(

@@ -9,7 +9,6 @@ ancestors of a single turn.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,8 +19,7 @@ import sqlalchemy as sa
 from turnwise import chains
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
-from turnwise.parts import json_size, sizes_of
-from turnwise.sampling import Sampled
+from turnwise.parts import json_size
 from turnwise.store import extensions, rows
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import finish_turn
@@ -41,14 +39,12 @@ from turnwise.store.statements import (
 )
 from turnwise.store.updates import Updates, trained_in
 from turnwise.types import (
-    TRAINED_ROLES,
     Json,
     Outcome,
     Reward,
     Role,
     SessionKey,
     SessionStatus,
-    Split,
     TokenIds,
     TrainedIn,
     Turn,
@@ -56,8 +52,6 @@ from turnwise.types import (
 
 SESSION_ENDED = "session_ended"
 TurnRow: TypeAlias = dict[str, Any]
-SAMPLED_SESSIONS, SAMPLED_TURNS = 50, 500
-"""Sessions and turns that are read to say how calls are sampled."""
 _NEWEST = (turns.c.session_pk.desc(), turns.c.seq.desc())
 _HAS_CHILD = (
     "EXISTS (SELECT 1 FROM turns AS child WHERE child.session_pk = turns.session_pk AND child.seq > turns.seq "
@@ -124,37 +118,6 @@ def place_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) 
     if row is None:
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
     return row.session_pk, row.seq
-
-
-def newest_samplings(conn: sa.Connection, tenant: str | None, session_id: str | None = None) -> list[Sampled]:
-    """Return the sampling parameters of the newest turns whose outcome and role let a trainer train them.
-
-    Args:
-        conn: The connection.
-        tenant: Whose turns; None: everybody's.
-        session_id: The turns of this session; None: those of split `train` among the newest sessions.
-    """
-    held = sessions.c
-    last = sa.select(sa.func.max(held.session_pk)).scalar_subquery()
-    newest = sa.select(held.session_pk, held.split)
-    if tenant is None:
-        newest = newest.where(held.session_pk > last - SAMPLED_SESSIONS)
-    elif session_id is None:
-        newest = newest.where(held.tenant == tenant).order_by(held.session_pk.desc()).limit(SAMPLED_SESSIONS)
-    else:
-        newest = newest.where(*is_session(tenant, session_id))
-    pks = [pk for pk, split in conn.execute(newest) if split == Split.TRAIN.value]
-    fit = (
-        turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
-        sa.or_(turns.c.role.is_(None), turns.c.role.in_([role.value for role in TRAINED_ROLES])),
-    )
-    found = sa.select(turns.c.sampling, beginning_of_parts()).where(
-        is_among(conn.dialect, turns.c.session_pk, pks), *fit
-    )
-    if not pks:
-        return []
-    newest_turns = conn.execute(found.order_by(*_NEWEST).limit(SAMPLED_TURNS))
-    return [(json.loads(text), sizes_of(parts)) for text, parts in newest_turns]
 
 
 def path_to(

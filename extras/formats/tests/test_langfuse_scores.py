@@ -92,11 +92,11 @@ def test_scores_of_annotators_are_posted_once_and_revised(tmp_path: Path) -> Non
         ]
         with served(scores) as url:
             langfuse = Langfuse(url, "pk-1:sk-1")
-            assert pass_on(client, langfuse) == {"posted": 5, "without_turn": 1}
+            assert pass_on(client, langfuse) == {"posted": 5, "withdrawn": 0, "without_turn": 1}
             scores[0]["value"] = 0.75
-            assert pass_on(client, langfuse) == {"posted": 1, "without_turn": 1}
-            assert pass_on(client, langfuse) == {"posted": 0, "without_turn": 1}
-            assert pass_on(client, langfuse, "EVAL") == {"posted": 1, "without_turn": 0}
+            assert pass_on(client, langfuse) == {"posted": 1, "withdrawn": 0, "without_turn": 1}
+            assert pass_on(client, langfuse) == {"posted": 0, "withdrawn": 0, "without_turn": 1}
+            assert pass_on(client, langfuse, "EVAL") == {"posted": 1, "withdrawn": 0, "without_turn": 0}
         found = {(each["turn_id"], each["kind"], each["name"]): each["value"] for each in client.feedback_of("c")}
         assert found == {
             (None, "float", "quality"): 0.75,
@@ -106,4 +106,31 @@ def test_scores_of_annotators_are_posted_once_and_revised(tmp_path: Path) -> Non
             (None, "float", "root"): 0.5,
             (None, "float", "judge"): 0.0,
         }
-        assert {each["source"] for each in client.feedback_of("c")} == {"langfuse"}
+        assert {each["source"] for each in client.feedback_of("c")} == {"langfuse", "langfuse EVAL"}
+
+
+def test_a_score_that_was_deleted_is_taken_back_while_its_trace_is_there(tmp_path: Path) -> None:
+    with (
+        running_fake_engine() as engine,
+        running_proxy(engine.url, f"sqlite:///{tmp_path}/turnwise.db", tmp_path) as proxy,
+        Client(proxy.url) as client,
+    ):
+        body = {"model": "fake", "messages": [{"role": "user", "content": "Where is Kim?"}]}
+        for name in ("c", "without-trace"):
+            httpx2.post(f"{proxy.v1}/chat/completions", json=body, headers={"X-Session-Id": name}).raise_for_status()
+        client.feedback("float", 1.0, session_id="without-trace", source="langfuse")
+        client.feedback("boolean", True, session_id="c", source="a person")
+        scores = [
+            score("NUMERIC", 0.25),
+            score("TEXT", "Oslo.", name="note"),
+            score("NUMERIC", 0.0, name="judge", source="EVAL"),
+        ]
+        with served(scores) as url:
+            langfuse = Langfuse(url, "pk-1:sk-1")
+            pass_on(client, langfuse, "EVAL")
+            assert pass_on(client, langfuse) == {"posted": 2, "withdrawn": 0, "without_turn": 0}
+            del scores[:2]
+            assert pass_on(client, langfuse) == {"posted": 0, "withdrawn": 2, "without_turn": 0}
+            assert pass_on(client, langfuse) == {"posted": 0, "withdrawn": 0, "without_turn": 0}
+        assert {each["name"] for each in client.feedback_of("c")} == {"feedback", "judge"}
+        assert [each["source"] for each in client.feedback_of("without-trace")] == ["langfuse"]

@@ -5,7 +5,8 @@ there stays there, so this command reads the scores over Langfuse's API and post
 
     LANGFUSE_KEYS=pk-…:sk-… python -m turnwise_formats.langfuse_scores --langfuse https://cloud.langfuse.com --every 30
 
-What was posted is read from the proxy: the command has no state, and a second pass posts nothing twice.
+What was posted is read from the proxy: the command has no state, and a second pass posts nothing twice. A score that
+was deleted there is taken back here, while its trace is still there.
 """
 
 from __future__ import annotations
@@ -95,9 +96,14 @@ class Trace:
 
 
 def pass_on(client: Client, langfuse: Langfuse, source: str = "ANNOTATION") -> Json:
-    """Post the scores that are new or changed; return how many, and how many are of no stored turn or session."""
+    """Post the scores that are new or changed, and withdraw those that are gone; return how many of each.
+
+    Some are of no stored turn or session, and are counted.
+    """
     traces: dict[str, Trace | None] = {}
-    counts = {"posted": 0, "without_turn": 0}
+    counts = {"posted": 0, "withdrawn": 0, "without_turn": 0}
+    said: set[tuple[str, str | None, str, str]] = set()
+    label = label_of(source)
     for score in langfuse.scores(source):
         kind, subject = KINDS.get(score["dataType"]), score.get("subject") or {}
         is_of_turn = subject.get("kind") == "observation"
@@ -111,14 +117,39 @@ def pass_on(client: Client, langfuse: Langfuse, source: str = "ANNOTATION") -> J
             counts["without_turn"] += 1
             continue
         turn_id = trace.turns[subject["id"]] if is_of_turn else None
+        said.add((trace.session_id, turn_id, kind, score["name"]))
         if turn_id is None and kind == "demonstration":
             counts["without_turn"] += 1
         elif trace.posted.get((turn_id, kind, score["name"])) != score["value"]:
             where: dict[str, str] = {"session_id": trace.session_id} if turn_id is None else {"turn_id": turn_id}
-            client.feedback(kind, score["value"], name=score["name"], source=SOURCE, **where)  # type: ignore[arg-type]
+            client.feedback(kind, score["value"], name=score["name"], source=label, **where)  # type: ignore[arg-type]
             trace.posted[turn_id, kind, score["name"]] = score["value"]
             counts["posted"] += 1
+    counts["withdrawn"] = _withdraw(client, langfuse, label, said)
     return counts
+
+
+def label_of(source: str) -> str:
+    """Return how feedback is marked that comes from scores of a source: each pass withdraws its own alone."""
+    return SOURCE if source == "ANNOTATION" else f"{SOURCE} {source}"
+
+
+def _withdraw(client: Client, langfuse: Langfuse, label: str, said: set[tuple[str, str | None, str, str]]) -> int:
+    """Take back what is no score any more; of a trace that is gone, as by retention, everything stays."""
+    gone: dict[str, list[Json]] = {}
+    for each in client.feedback_from(label):
+        if (each["session_id"], each["turn_id"], each["kind"], each["name"]) not in said:
+            gone.setdefault(each["session_id"], []).append(each)
+    num_withdrawn = 0
+    for session_id, own in gone.items():
+        session = {"tenant": client.session(session_id)["tenant"], "session_id": session_id}
+        if langfuse.session_of(trace_id_of(session)) is None:
+            continue
+        for each in own:
+            target = {"turn_id": each["turn_id"]} if each["turn_id"] else {"session_id": session_id}
+            client.withdraw_feedback(each["kind"], name=each["name"], **target)
+            num_withdrawn += 1
+    return num_withdrawn
 
 
 def _trace(client: Client, langfuse: Langfuse, trace_id: str) -> Trace | None:

@@ -225,10 +225,24 @@ def _session_of(connection: Connection, principal: Principal, wanted: NewFeedbac
 
 
 @router.get("/feedback", responses=describe_answer("FeedbackPage"))
-async def list_feedback(session_id: Id, services: Here, principal: Caller) -> Response:
-    """List the feedback of a session and its turns that is in force, oldest first; there is only one page."""
-    found = await services.database.fetch(feedback.feedback_of, principal.tenant, session_id)
-    return page(map(_feedback_json, found))
+async def list_feedback(
+    services: Here,
+    principal: Caller,
+    session_id: Id | None = None,
+    source: Text | None = None,
+    after: Id | None = None,
+) -> Response:
+    """List the feedback in force of a session and its turns, oldest first, on one page; or all that a source said.
+
+    That of a source comes by session, 100 on a page; `after` is the last `session_id` of the page before.
+    """
+    if (session_id is None) == (source is None):
+        raise InvalidRequest("give `session_id`, or `source` for what it said of all sessions", param="session_id")
+    if session_id is not None:
+        found = await services.database.fetch(feedback.feedback_of, principal.tenant, session_id)
+        return page(map(_feedback_json, found))
+    listed = await services.database.fetch(feedback.feedback_from, principal.tenant, source, after=after)
+    return page(map(_feedback_json, listed[0]), has_more=listed[1])
 
 
 def _feedback(
@@ -382,6 +396,9 @@ def _reward(wanted: NewFeedback, settings: ProxySettings) -> float | None:
 def _feedback_json(record: Feedback) -> Json:
     content = record.content
     named = {"value": content["value"], "scale": content.get("scale"), "over": content.get("over", [])}
+    is_kept = content["value"] is not None or named["over"]
+    note = feedback.TRAINED_BY.get((record.kind, content["value"] is not None)) if is_kept else None
+    named["training_note"] = note
     return {name: getattr(record, name) for name in _PUBLIC} | {"turn_id": record.turn_id or None} | named
 
 
@@ -397,6 +414,7 @@ def _answers() -> Iterable[type[Answer]]:
         value=field(bool | float | str | None, "The thumb, rating, text or edited reply; null for a choice."),
         scale=field(list[float] | None, "The lowest and the highest rating; null without a scale."),
         over=field(list[str], "The turns that a demonstration was preferred to."),
+        training_note=field(str | None, "Which algorithms train it; null for a thumb or a rating, which are rewards."),
     )
     return one, page_model("FeedbackPage", one, "The feedback of a session.")
 

@@ -18,6 +18,7 @@ from turnwise.types import GroupStatus, Json, Session, UpdateRecord
 
 MAX_CHARACTERS = 300
 MAX_TASKS = 50
+KINDS = ("groups", "singles")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ class UpdateSummary:
     """Number of this tenant's dropped groups, by reason."""
     reward: Mean | None
     """Of this tenant's sessions in it, those of dropped groups included; None without a rewarded one."""
+    by_kind: Mapping[str, Mean]
+    """`groups` of the sessions of groups, `singles` of single sessions, as of live traffic: they have other tasks, and
+    often other graders, so their rewards are no one curve."""
     by_task: Mapping[str, Mean]
     by_name: Mapping[str, Mean]
     """By the name of the reward; each is a part of the session's reward."""
@@ -105,7 +109,7 @@ class UpdateSummary:
 def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
     newest, _ = list_updates(conn, limit=limit, tenant=tenant)
     judged = {update.update_id: updates.judged_sessions(conn, tenant, update.update_id) for update in newest}
-    sizes = Counter(task_id for of_update in judged.values() for task_id, _ in of_update if task_id)
+    sizes = Counter(each.task_id for of_update in judged.values() for each in of_update if each.task_id)
     tasks = sorted(sizes, key=lambda task: (-sizes[task], task))[:MAX_TASKS]
     in_update = updates.groups_of(conn, tenant, list(judged))
     idle = activity.idle_shares(conn, _periods(newest))
@@ -124,9 +128,12 @@ def summarise_updates(conn: Connection, tenant: str, *, limit: int = 100) -> lis
                     if group.status is GroupStatus.DROPPED
                 )
             ),
-            reward=_mean([one.reward for _, one in judged[update.update_id]]),
-            by_task=_means((task_id, one.reward) for task_id, one in judged[update.update_id] if task_id in tasks),
-            by_name=_means(named for _, one in judged[update.update_id] for named in one.by_name.items()),
+            reward=_mean([each.credit.reward for each in judged[update.update_id]]),
+            by_kind=_means((KINDS[each.is_single], each.credit.reward) for each in judged[update.update_id]),
+            by_task=_means(
+                (each.task_id, each.credit.reward) for each in judged[update.update_id] if each.task_id in tasks
+            ),
+            by_name=_means(named for each in judged[update.update_id] for named in each.credit.by_name.items()),
             engine_idle_share=idle.get(update.update_id),
         )
         for update in reversed(newest)

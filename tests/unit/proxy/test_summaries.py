@@ -11,7 +11,7 @@ from support.ledger_samples import add_finished, add_session, finish, make_turn,
 from proxy.features.page.readings import RecentCounts
 from proxy.features.page.summaries import Mean, Summary, summarise_sessions, summarise_updates
 from proxy.routes.training_note import training_note
-from turnwise.features.page import search
+from turnwise.features.page import overview, search
 from turnwise.store import claims, rewards, sessions
 from turnwise.store.database import Database
 from turnwise.store.trainer_reports import TrainerStatus, report_status
@@ -138,10 +138,29 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     assert (mine.update_id, mine.policy_version, mine.num_tokens, mine.metrics) == (4, 2, 8, {"kl": 0.5})
     # Rewards 1.5, 0, 1 and 1: their mean is 0.875.
     assert mine.reward == Mean(0.875, 4)
+    assert mine.by_kind == {"groups": Mean(0.875, 4)}
     assert mine.by_task == {"t1": Mean(0.75, 2), "t2": Mean(1.0, 2)}
     assert mine.by_name == {"a": Mean(0.75, 4), "b": Mean(0.5, 1)}
     assert mine.dropped == {"uniform_rewards": 1}
     assert (nobodys.reward, nobodys.by_task, nobodys.dropped, nobodys.metrics) == (None, {}, {}, {"kl": 0.5})
+
+
+def test_single_sessions_are_a_kind_of_their_own_in_updates_and_counts(database):
+    """Groups with the rewards 1 and 1, and live traffic with thumbs down: 0.5 of all would be nobody's reward."""
+    add_judged(database, "s1", "g1", "t1", "mine", 1.0)
+    add_judged(database, "s2", "g1", "t1", "mine", 1.0)
+    for name in ("live1", "live2"):
+        add_finished(database, name, value=0.0, tenant="mine")
+    add_finished(database, "theirs", tenant="theirs")
+    with database.read() as connection:
+        counts = [overview.count_rows(connection, tenant) for tenant in ("mine", None)]
+    assert [(each.groups["ready"], each.num_ready_singles) for each in counts] == [(3, 2), (4, 3)]
+    claimed = claims.claim(database, "t", max_groups=3, lease_seconds=60)
+    with database.write() as connection:
+        claims.ack(connection, claims.Finished(claimed, update_record(4)))
+    with database.read() as connection:
+        (mine,) = summarise_updates(connection, "mine")
+    assert mine.by_kind == {"groups": Mean(1.0, 2), "singles": Mean(0.0, 2)}
 
 
 async def test_a_large_tenant_is_counted_again_after_a_second_for_every_rows_per_second(database):

@@ -125,9 +125,9 @@ RULE = Settings(groups_per_batch=32, singles_per_group=8)
         (
             (Supply(num_ready=0, num_open=100), RULE, None, None),
             (
-                "waiting: 0 of 32 groups are ready; a batch needs at least 8; 100 open sessions have a reward: a "
-                "session counts once it is over (POST /v1/sessions/{session_id}/end; one that no call names is over "
-                "after ten minutes without a call), and 8 single ones count as a group"
+                "waiting: 0 of 32 groups are ready; a batch needs at least 8, or 64 single sessions; 100 open sessions "
+                "have a reward: a session counts once it is over (POST /v1/sessions/{session_id}/end; one that no call "
+                "names is over after ten minutes without a call)"
             ),
         ),
     ],
@@ -144,7 +144,7 @@ def test_the_number_of_open_sessions_is_reported_and_not_logged_again(caplog, mo
     wait = Wait(RULE, lambda text, _: reports.append(text))
     for num_open in (1, 2, 2, 3, 0):
         assert not wait.is_over(Supply(num_ready=0, num_open=num_open), None)
-    counted = [text.partition("at least 8")[2][:20] for text in reports]
+    counted = [text.partition("64 single sessions")[2][:20] for text in reports]
     assert counted == ["; 1 open session has", "; 2 open sessions ha", "; 3 open sessions ha", ""]
     assert len(caplog.messages) == 2
 

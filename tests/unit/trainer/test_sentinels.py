@@ -80,6 +80,17 @@ def test_a_hack_of_half_the_sessions_is_named_with_three_of_them(name):
     assert alarms(now, level, {}) == []
 
 
+def test_what_chance_explains_at_some_look_of_many_is_no_alarm():
+    """Forty per cent of questions against none, and a bound of 0.1: 2.7 standard errors of twenty sessions beyond it.
+
+    Sessions are looked at every half minute, so that lies within what twenty may show at some look; of 160 it does not.
+    """
+    level = [session(number, turn()) for number in range(200)]
+    now = [session(number, turn("Shall I?" if number % 5 < 2 else "Done.")) for number in range(160)]
+    assert alarms(now[:20], level, {"questions": 0.1}) == []
+    assert [each.value for each in alarms(now, level, {"questions": 0.1})] == [0.4]
+
+
 def test_an_unknown_tool_is_a_broken_call_and_given_up_sessions_count():
     now = [session(number, calling("rm", "{}"), status=SessionStatus.EXPIRED) for number in range(20)]
     level = [session(number, GOOD) for number in range(20)]

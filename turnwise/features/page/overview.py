@@ -12,11 +12,12 @@ import functools
 
 import sqlalchemy as sa
 
+from turnwise.store.claims import IS_SINGLE
 from turnwise.store.policies import is_shown_to
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import NO_TENANT, groups, policy_versions, sessions, turns, updates
 from turnwise.store.trainer_reports import TrainerStatus, trainer_statuses
-from turnwise.types import Json, utc_now
+from turnwise.types import GroupStatus, Json, utc_now
 
 RECENTLY = datetime.timedelta(hours=1)
 NUM_SESSIONS = 200
@@ -34,6 +35,8 @@ class Counts:
     """By status."""
     groups: dict[str, int]
     """By status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
+    num_ready_singles: int
+    """Of the `ready` groups those that are a single session; several of them count as a group."""
     num_turns: int
     num_rewards: int
     num_failed_calls: int
@@ -54,10 +57,14 @@ def count_rows(conn: sa.Connection, tenant: str | None = None) -> Counts:
     num_failed = sa.select(sa.func.count()).join_from(turns, sessions).where(*of_tenant)
     # The index of failed calls serves only a query with its literal condition.
     is_failed = failed.outcome == sa.literal_column("'error'"), failed.created_at >= to_micros(utc_now() - RECENTLY)
+    ready_singles = sa.select(sa.func.count()).where(groups.c.status == GroupStatus.READY.value, IS_SINGLE)
+    if tenant is not None:
+        ready_singles = ready_singles.where(groups.c.tenant == tenant)
     num_updates = sa.select(sa.func.count()).select_from(updates).where(*is_shown)
     return Counts(
         sessions=_by_status(conn, sessions, tenant),
         groups=_by_status(conn, groups, tenant),
+        num_ready_singles=conn.execute(ready_singles).scalar_one(),
         num_turns=int(num_turns),
         num_rewards=int(num_rewards),
         num_failed_calls=conn.execute(num_failed.where(*is_failed)).scalar_one(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -104,12 +105,24 @@ def _sessions_in(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) ->
     )
 
 
-def judged_sessions(conn: sa.Connection, tenant: str, update_id: int) -> list[tuple[str | None, SessionCredit]]:
-    """Return the task and the reward of each rewarded session of a tenant's groups in an update."""
+class Judged(NamedTuple):
+    """A rewarded session of an update."""
+
+    task_id: str | None
+    is_single: bool
+    """Whether it has no group, as live traffic, which is compared with other single sessions."""
+    credit: SessionCredit
+
+
+def judged_sessions(conn: sa.Connection, tenant: str, update_id: int) -> list[Judged]:
+    """Return each rewarded session of a tenant's groups in an update."""
     found = conn.execute(
-        sa.select(sessions.c.session_pk, sessions.c.task_id, sessions.c.credit)
+        sa.select(sessions.c.session_pk, sessions.c.task_id, sessions.c.group_id, sessions.c.credit)
         .join_from(groups, sessions, sa.func.coalesce(groups.c.part_of, groups.c.group_pk) == sessions.c.group_pk)
         .where(groups.c.update_id == update_id, groups.c.tenant == tenant, sessions.c.num_rewards > 0)
     ).all()
     lines = rewards_of(conn, [row.session_pk for row in found])
-    return [(row.task_id, assign_credit([], lines[row.session_pk], Credit(row.credit))) for row in found]
+    return [
+        Judged(row.task_id, row.group_id is None, assign_credit([], lines[row.session_pk], Credit(row.credit)))
+        for row in found
+    ]

@@ -85,7 +85,7 @@ function options(width, shown, {x, isTime, integer, isSparse}) {
   return {
     width, height: HEIGHT, scales: {x: {time: isTime, range: xRange(isTime ? MINUTE : 1)}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast], draw: [showSpan, drawIntervals(shown)]},
     padding: [8, 12, 0, 0],
-    axes: [{...axis, size: 28, space: isTime ? 70 : 50, ...(isTime ? {incrs: STEPS} : {}), values: isTime ? clock : (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))},
+    axes: [{...axis, size: 28, space: isTime ? 84 : 50, ...(isTime ? {incrs: STEPS} : {}), values: isTime ? clock : (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))},
       {...axis, size: 48, values}],
     series: [{label: isTime ? "time" : x, value: (_, value) => value === null ? "–" : isTime ? time(1000 * value) : number(value)},
       ...shown.map(([label, , intervals], at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true, ...(intervals ? {paths: () => null} : {}),

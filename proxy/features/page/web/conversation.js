@@ -72,7 +72,8 @@ function opened(title, fill) {
 export function given(one) {
   const said = {comment: "comment", demonstration: one.value === null ? "chosen over other replies" : "better reply"}[one.kind];
   if (!said) return "";
-  return make("div", {className: "message feedback"}, make("span", {className: "quiet"}, [said, one.name === "feedback" ? "" : one.name, one.source].filter(Boolean).join(", ")), one.value === null ? null : make("pre", {dir: "auto"}, String(one.value)));
+  return make("div", {className: "message feedback"}, make("span", {className: "quiet"}, [said, one.name === "feedback" ? "" : one.name, one.source].filter(Boolean).join(", ")), one.value === null ? null : make("pre", {dir: "auto"}, String(one.value)),
+    one.training_note ? make("p", {className: "quiet"}, one.training_note) : null);
 }
 
 const NOTE = {name: "value", required: true, rows: 3};

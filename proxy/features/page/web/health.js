@@ -12,7 +12,7 @@ export async function health() {
     const [found, counts, budget, keys] = await Promise.all([readMetrics(), optional("v1/counts", {sessions: {}, groups: {}, trainers: []}), optional("v1/budget", null), optional("v1/keys", null)]);
     points.push(measure(found));
     if (points.length > KEPT) points.shift();
-    parts.replaceChildren(serving(ready, null), queues(found), limits(found, budget), card("Sessions", tally(counts.sessions), countedAt(counts)), card("Trainer", tally(counts.groups), ...trainerWords(counts.trainers)), ...(keys ? [keyCard(keys)] : []));
+    parts.replaceChildren(serving(ready, null), queues(found), limits(found, budget), card("Sessions", Object.keys(counts.sessions).length ? tally(counts.sessions) : make("p", {className: "quiet"}, "No session yet."), countedAt(counts)), card("Trainer", tally(counts.groups), ...trainerWords(counts.trainers)), ...(keys ? [keyCard(keys)] : []));
     curves.replaceChildren(...liveCurves(points));
     rows.replaceChildren(metricTable(found));
   };

@@ -16,8 +16,11 @@ function lift(versions) {
 }
 
 function learning(counts) {
-  const waiting = counts.groups.ready ?? 0;
-  return card("Trainer", make("b", {}, number(waiting)), ` ${waiting === 1 ? "group is" : "groups are"} ready`, ...trainerWords(counts.trainers ?? []), tally(counts.groups));
+  // A single session is a group in the store; several of them count as one for the trainer.
+  const {ready: numReady = 0, ...others} = counts.groups, singles = counts.num_ready_singles ?? 0, waiting = numReady - singles;
+  const ready = [[waiting, "group"], [singles, "single session"]].filter(([count, noun]) => count || (noun === "group" && !singles));
+  return card("Trainer", ...ready.map(([count, noun]) => make("div", {}, make("b", {}, number(count)), ` ${noun}${count === 1 ? " is" : "s are"} ready`)),
+    ...trainerWords(counts.trainers ?? []), tally(others));
 }
 
 // Sessions of the last hour with a failed call. The search reads many sessions, so it is repeated at most every 20 s.

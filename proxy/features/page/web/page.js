@@ -230,15 +230,15 @@ export function serving(ready, pinned, gain = "", own = null) {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
     make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? ", " : "", engine.ready ? shortName(engine.model) : "")]);
   // A reason has the card's whole width: one line of it, which opens to the rest.
-  const reasons = (ready.engines ?? []).flatMap((engine, at) => engine.ready || !engine.error ? [] : [make("details", {className: "fold"},
-    make("summary", {}, make("span", {className: "quiet"}, `engine ${at + 1}: `), engine.error), whole(engine.error))]);
+  const opening = (label, words) => make("details", {className: "fold"}, make("summary", {}, label, words), whole(words));
+  const reasons = (ready.engines ?? []).flatMap((engine, at) => engine.ready || !engine.error ? [] : [opening(make("span", {className: "quiet"}, `engine ${at + 1}: `), engine.error)]);
   const served = (own === null ? ready.policy_version : own.version) ?? null;
   const version = served !== null ? `version ${served}` : own === null ? "no version" : "no version of its own";
   const kept = pinned === null || pinned === undefined ? "" :
-    make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until you follow the newest in `, link("runs", "Runs"), ".");
+    make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are not served until you follow the newest in `, link("runs", "Runs"), ".");
   return card("Serving", make("b", {}, version), kept, gain, facts([["store", status(ready.store)],
     ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]), ...reasons,
-    ready.reload_error ? make("p", {className: "bad"}, `Last reload: ${ready.reload_error}`) : null);
+    ready.reload_error ? opening(make("span", {className: "bad"}, "Last reload: "), ready.reload_error) : null);
 }
 
 // The name of a model that is a directory is the directory's last part.

@@ -32,6 +32,11 @@ const intervals = (updates, byVersion, position) => updates.flatMap((each) => {
 });
 const heldOut = (version) => version?.metrics?.eval?.reward_mean ?? version?.metrics?.reward_held_out;
 
+// Rewards of groups of tasks, of live traffic, and of what is held out are no one curve: their tasks and graders differ.
+const KINDS = {groups: "groups", singles: "single sessions", held_out: "held-out sessions"};
+const kindOf = (each) => each.split === "eval" ? "held_out" : each.group_id === null ? "singles" : "groups";
+const byKind = (found) => Object.keys(KINDS).map((kind) => [kind, found.filter((each) => kindOf(each) === kind)]).filter(([, own]) => own.length);
+
 export const policyOf = (version) => version.policy ?? "default";
 
 // The versions of one policy, and the updates that made them.
@@ -66,7 +71,10 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
   const line = (value) => points.map((each) => [position(each), finite(value(each) ?? NaN)]);
   const held = points.filter((each, at) => points.findIndex((other) => other.policy_version === each.policy_version) === at);
   const add = (title, series, none = "No update has this value: the algorithm does not compute it.") => card(title, chart(title, series, {x, isTime, none}));
-  const shown = [add("Reward", [["train", line((each) => each.reward?.mean ?? each.metrics?.reward_mean)],
+  const kinds = ["groups", "singles"].filter((kind) => points.some((each) => each.by_kind?.[kind]));
+  const trained = kinds.length > 1 ? kinds.map((kind) => [KINDS[kind], line((each) => each.by_kind?.[kind]?.mean)])
+    : [["train", line((each) => each.reward?.mean ?? each.metrics?.reward_mean)]];
+  const shown = [add("Reward", [...trained,
     ["held out", held.map((each) => [position(each), finite(heldOut(byVersion.get(each.policy_version)) ?? NaN)]), intervals(held, byVersion, position)]])];
   for (const [title, isBrief, series, none] of CHARTS) {
     if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}, each))]), none));
@@ -83,20 +91,22 @@ const endOf = (each) => new Date(each.ended_at ?? each.last_active_at);
 // The mean reward of the last minute, and what was said last.
 export async function lastMinute(policy, said) {
   const ended = (await rewardedOf(policy)).filter((each) => Date.now() - endOf(each) < MINUTE_MS);
-  return card("Last minute", ...(ended.length ? [make("b", {}, number(Number(meanReward(ended).toPrecision(3)))), ` mean reward of ${plural(ended.length, "session")}`] : [make("p", {className: "quiet"}, "No session ended with a reward.")]),
+  const kinds = byKind(ended), of = (kind, own) => kinds.length > 1 ? `${number(own.length)} ${kind === "groups" ? "sessions of groups" : KINDS[kind]}` : plural(own.length, "session");
+  return card("Last minute", ...(kinds.length ? kinds.map(([kind, own]) => make("div", {}, make("b", {}, number(Number(meanReward(own).toPrecision(3)))), ` mean reward of ${of(kind, own)}`)) : [make("p", {className: "quiet"}, "No session ended with a reward.")]),
     said ? make("p", {className: "said"}, link(`session/${path(said.session_id)}`, said.summary.first_message ?? said.session_id), " ", said.summary.last_reply ? `→ ${said.summary.last_reply}` : make("span", {className: "quiet"}, "waits for its first reply")) : "");
 }
 
 export async function rewardChart(policy) {
   const rewarded = (await rewardedOf(policy)).filter((each) => each.split === "train");
-  const means = () => { // sessions that are held out are evaluations, with intervals, of a version
-    const found = rewarded.map((each) => ({at: endOf(each) / 1000, reward: each.reward}));
-    const times = found.map((each) => each.at), first = Math.min(...times), width = (Math.max(...times) - first) / MOST_POINTS || 1;
+  const times = rewarded.map((each) => endOf(each) / 1000), first = Math.min(...times);
+  const means = (own) => { // sessions that are held out are evaluations, with intervals, of a version
+    const found = own.map((each) => ({at: endOf(each) / 1000, reward: each.reward})), width = (Math.max(...times) - first) / MOST_POINTS || 1;
     const parts = Map.groupBy(found, (each) => Math.min(MOST_POINTS - 1, Math.floor((each.at - first) / width)));
     return [...parts.values()].map((part) => [Math.round(Math.max(...part.map((each) => each.at))), meanReward(part)]).sort(([one], [other]) => one - other);
   };
   if (!rewarded.length) return card("Reward of sessions", empty("No session has a reward. Give one:", `curl ${location.origin}/v1/rewards -H 'content-type: application/json' -d '{"session_id": "…", "value": 1}'`));
-  return card(`Reward of ${plural(rewarded.length, "session")}`, chart("Reward of sessions", [["sessions", means()]], {x: "session time", isTime: true}));
+  const kinds = byKind(rewarded);
+  return card(`Reward of ${plural(rewarded.length, "session")}`, chart("Reward of sessions", kinds.map(([kind, own]) => [kinds.length > 1 ? KINDS[kind] : "sessions", means(own)]), {x: "session time", isTime: true}));
 }
 
 function detailCharts(points, line, add, byVersion) {
