@@ -236,11 +236,11 @@ async def list_feedback(
 
     That of a source comes by session, 100 on a page; `after` is the last `session_id` of the page before.
     """
-    if (session_id is None) == (source is None):
-        raise InvalidRequest("give `session_id`, or `source` for what it said of all sessions", param="session_id")
-    if session_id is not None:
+    if session_id is not None and source is None:
         found = await services.database.fetch(feedback.feedback_of, principal.tenant, session_id)
         return page(map(_feedback_json, found))
+    if source is None or session_id is not None:
+        raise InvalidRequest("give `session_id`, or `source` for what it said of all sessions", param="session_id")
     listed = await services.database.fetch(feedback.feedback_from, principal.tenant, source, after=after)
     return page(map(_feedback_json, listed[0]), has_more=listed[1])
 
