@@ -93,7 +93,8 @@ def _commands(command: click.Command, path: str) -> Iterator[str]:
     if isinstance(command, click.Group):
         for name, below in command.commands.items():
             yield from _commands(below, f"{path} {name}")
-    elif not isinstance(command, SettingsCommand):
+    is_run = not isinstance(command, click.Group) or command.invoke_without_command
+    if is_run and not isinstance(command, SettingsCommand):
         for each in command.params:
             yield f"{path} {max(each.opts, key=len)}{_required(is_so=each.required)}"
 

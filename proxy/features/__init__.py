@@ -59,6 +59,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.compaction.routes",
     "proxy.features.page.routes",
     "proxy.features.exports",
+    "proxy.features.examples",  # the label `must` has a route of its own, before those of all labels
     "proxy.features.labels",
     "proxy.features.forks",
     "proxy.features.policies.routes",

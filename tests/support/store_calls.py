@@ -19,6 +19,7 @@ from turnwise.errors import Conflict
 from turnwise.features import (
     arms,
     consent,
+    examples,
     feedback,
     forks,
     gate,
@@ -80,6 +81,7 @@ from turnwise.types import (
     Turn,
     name_digest,
     utc_now,
+    values_of,
 )
 
 NOW = utc_now()
@@ -257,6 +259,16 @@ def _regroup(conn: sa.Connection) -> None:
     sessions.change_session(conn, _session("last", group_id="h", group_size=1), {"group_size"})
 
 
+def _example(conn: sa.Connection) -> None:
+    examples.pin_session(conn, "t", "s", note="wrong", written_by=None)
+    line = values_of(examples.read_line(conn, "t", examples.last_reply(conn, "t", "s")))
+    (example,) = examples.of_policy(conn, DEFAULT_POLICY)
+    examples.add_answers(conn, example, 1, 2, 5)
+    examples.unpin(conn, "t", example.example_id)
+    examples.import_line(conn, "t", line)
+    examples.unpin_session(conn, "t", "s")
+
+
 def _feedback(conn: sa.Connection, text: str) -> None:
     """Store a thumb and an edited reply to a turn that has a parent; a second edit replaces the first."""
     thumb = Feedback(session_id="s", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
@@ -366,6 +378,9 @@ OF_TENANT: dict[str, Ask] = {
     "feedback that is taken back": _withdrawn_feedback,
     "a session with feedback that is deleted": lambda c: (_feedback(c, "Rome"), retention.delete_session(c, "t", "s")),
     "a label": lambda c: labels.set_label(c, "t", "s", Label(label="golden")),
+    "a pinned example": _example,
+    "examples": lambda c: (examples.list_lines(c, "t", limit=2, after="a"), examples.is_pinned(c, "t", "t-s-t1")),
+    "examples of a policy": lambda c: examples.of_policy(c, DEFAULT_POLICY, "t"),
     "a removed label": lambda c: labels.remove_label(c, "t", "over", "golden"),
     "an end": lambda c: sessions.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
     "keys and their usage": _keys,

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 VOCABULARY = 48
 SIZES: dict[str, Any] = {
@@ -47,6 +50,14 @@ def make_model(directory: Path, family: str = "Qwen3", *, seed: int = 0, **chang
     torch.manual_seed(seed)
     config = config_of(family, **changes)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
+    return directory
+
+
+def add_words(directory: Path) -> Path:
+    """Give a model a tokenizer in which token 7 is the word `w7`, and 0 ends a reply; return its directory."""
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w1"))
+    words.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(directory)
     return directory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.features.devices import DevicesSettings, place_of
 from trainer.features.evaluation import Evaluation, EvaluationSettings
+from trainer.features.examples.gate import ExampleGate, ExampleSettings
 from trainer.features.experts import Experts, ExpertSettings
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
@@ -22,7 +23,7 @@ from trainer.train import Features
 FEATURES = Features(
     terms=(Supports, Images, Experts),
     holds=(Refusals, Sentinels, Quotas, Rewinds),
-    beside=(Gate, Transfers, EngineSleep, Evaluation),
+    beside=(Gate, ExampleGate, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
     checks=(check_packages,),
@@ -41,6 +42,7 @@ class Settings(
     EvaluationSettings,
     RecorderSettings,
     GateSettings,
+    ExampleSettings,
     SentinelSettings,
     QuotaSettings,
     RewindSettings,

@@ -16,6 +16,7 @@ import click
 
 from turnwise.commands.certify import certify
 from turnwise.commands.db import db
+from turnwise.commands.examples import examples, gate, pin, unpin
 from turnwise.commands.export import export
 from turnwise.commands.imports import imports
 from turnwise.commands.init import init
@@ -96,8 +97,11 @@ def main() -> None:
 for _command in (
     *(up, proxy, train, engine, fake_engine, run, reward, recipe),
     *(init, doctor, db, keys, sessions, prune, forget, policies, updates, export, imports, verify, certify),
+    *(examples, gate),
 ):
     main.add_command(_command)
+for _command in (pin, unpin):
+    sessions.add_command(_command)
 
 
 if __name__ == "__main__":

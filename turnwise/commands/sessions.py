@@ -45,13 +45,16 @@ COLUMNS = (
 )
 
 
-@click.command("sessions")
+@click.group("sessions", invoke_without_command=True)
 @filter_options
 @click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
 @takes_place
 @json_option
-def sessions(place: DataPlace, limit: int, *, as_json: bool, **chosen: Any) -> None:
+@click.pass_context
+def sessions(context: click.Context, /, place: DataPlace, limit: int, *, as_json: bool, **chosen: Any) -> None:
     """List the newest sessions."""
+    if context.invoked_subcommand is not None:
+        return
     with place.client() as client:
         if client is not None:
             at_proxy = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))

@@ -7,6 +7,7 @@ from turnwise import parts
 from turnwise.features import (  # noqa: F401
     arms,
     consent,
+    examples,
     experts,
     feedback,
     images,
@@ -25,6 +26,7 @@ from turnwise.store import extensions
 EXTENSIONS: tuple[extensions.Extension, ...] = (
     consent.EXTENSION,
     arms.EXTENSION,
+    examples.EXTENSION,
     feedback.EXTENSION,
     images.EXTENSION,
     inferred.EXTENSION,

@@ -89,7 +89,10 @@ function feedbackForms(each, changed) {
     return makeForm("note", () => send(kind, field.value, said), make("label", {}, label, field), make("button", {}, button));
   };
   const thumb = (value, label, sign) => make("button", {type: "button", ariaLabel: label, title: label, onclick: () => send("boolean", value, "Stored as a reward of this turn.")}, sign);
-  return make("div", {}, make("p", {}, thumb(true, "Good reply", "👍"), " ", thumb(false, "Bad reply", "👎")), form("Comment", "Comment", "comment", "", "The comment is stored."),
+  const pin = async () => {
+    try { await request(`v1/examples/${path(each.turn_id)}`, {method: "PUT", body: "{}"}); answer.textContent = "Pinned: each version answers this prompt before it is published, and must not reply this again."; await changed(); } catch (error) { answer.textContent = error.message; }
+  };
+  return make("div", {}, make("p", {}, thumb(true, "Good reply", "👍"), " ", thumb(false, "Bad reply", "👎"), " ", make("button", {type: "button", onclick: pin}, "Must not come again")), form("Comment", "Comment", "comment", "", "The comment is stored."),
     form("A better reply, which SFT and DPO learn from", "Store the better reply", "demonstration", text(each.response?.content), "The better reply is stored, as a group of sessions with rewards 1 and 0."), answer);
 }
 
