@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harnesses.entries.command_line import platform_binary
+from harnesses.entries.command_line import OWN_PROVIDER, platform_binary
 from harnesses.entry import PROMPT, Tool, python_program
 from harnesses.shortening import ShorteningHarness
 from turnwise_fake_engine import Reply, ToolCall
@@ -42,6 +42,7 @@ def _terminus_call(calls: Sequence[ToolCall]) -> Reply:
     return _terminus(str(calls[0].arguments["command"]), is_last=False)
 
 
+REMOTE_COMPACTION = OWN_PROVIDER.replace('"$1"', '-c model_auto_compact_token_limit=40000 "$1"')
 COMPACTING = (
     pypi(
         "LangChain, SummarizationMiddleware",
@@ -121,6 +122,32 @@ COMPACTING = (
         output_lines=5_000,
         shortens="a summary replaces all but its last messages at 90 % of its context",
         summary_texts=("Summar",),
+    ),
+    npm(
+        "Codex CLI, remote compaction",
+        "@openai/codex",
+        "`openai_base_url = …/v1` in `config.toml`, `CODEX_API_KEY`",
+        lambda directory: ["sh", "-c", REMOTE_COMPACTION, str(directory / "node_modules" / ".bin" / "codex"), PROMPT],
+        dialect="responses",
+        tool=Tool("exec_command", "cmd", {"yield_time_ms": 60_000}),
+        environment={"CODEX_API_KEY": "any"},
+        shortens="a `compaction` item of the proxy replaces all but the user's messages at 40,000 tokens",
+        summary_texts=("Write the summary and nothing else",),
+    ),
+    npm(
+        "Claude Code, auto-compact",
+        "@anthropic-ai/claude-code",
+        "`ANTHROPIC_BASE_URL=…` (no `/v1`), `ANTHROPIC_AUTH_TOKEN`, `ANTHROPIC_MODEL`",
+        platform_binary(
+            "@anthropic-ai/claude-code", "claude", "-p", PROMPT, "--output-format", "json", "--allowedTools", "Bash"
+        ),
+        dialect="messages",
+        agent="claude-code",
+        tool=Tool("Bash", others={"description": "check"}),
+        environment={"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "8"},
+        output_lines=2_000,
+        shortens="a summary replaces its conversation at 8 % of its context",
+        summary_texts=("detailed summary of the conversation",),
     ),
     pypi(
         "Terminus 2",
