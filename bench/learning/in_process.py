@@ -239,11 +239,15 @@ class InProcessProxy:
         with self._db.read() as conn:
             newest = serving.serving_state(conn).newest
         if newest is not None and newest.version != self._version:
-            self._sampler.load(Path(newest.path))
-            self._version = newest.version
+            self.load(newest.version, Path(newest.path))
             with self._db.write() as conn:
                 serving.activate_version(conn, newest.version)
         return self._version
+
+    def load(self, version: int, directory: Path) -> None:
+        """Sample with a version from now on."""
+        self._sampler.load(directory)
+        self._version = version
 
     def open(self, sessions: Sequence[Session]) -> list[Chain]:
         """Create the sessions."""

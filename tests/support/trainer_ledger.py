@@ -52,6 +52,8 @@ class Rollouts:
     gap: float = 0.0
     """Error that is added to the engine's logprobs."""
     policy_id: int = DEFAULT_POLICY
+    is_flipped: bool = False
+    """True rewards the other tokens."""
 
     def play(self, name: str, *, num_groups: int, group_size: int = 4, seed: int = 0) -> None:
         """Play and finish groups of sessions; the same arguments give the same tokens."""
@@ -94,7 +96,7 @@ class Rollouts:
                 policy_version_last=self.version,
             )
             turns.append(turn)
-            reward = float(np.mean(np.array(sampled) < GOOD))
+            reward = float(np.mean((np.array(sampled) < GOOD) != self.is_flipped))
             rewards.append(Reward(session_id=session_id, step=number, value=reward))
             fresh = [1 + number, 2 + run % 2]
             tokens += sampled + fresh

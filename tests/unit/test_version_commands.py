@@ -15,6 +15,7 @@ from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
 from turnwise.features import policies
+from turnwise.features.estimates import ESTIMATE, Logged, estimate
 from turnwise.store import earned, rewards, serving, sessions, versions
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyKind, PolicyVersion, Reward, Session
@@ -61,6 +62,21 @@ def test_a_version_without_files_is_refused_with_a_list_of_those_with_files(url)
     assert result.exit_code == 2
     assert re.search(r"Version 1's files no longer exist .* Choose one of: 0, 2\.", result.stderr)
     assert not any(each["pinned"] for each in json.loads(invoke("policies", "--database", url, "--json").output))
+
+
+def test_the_estimate_of_a_version_is_said_as_a_whole_and_by_slice(url):
+    logged = [
+        Logged(log_weight=0.0, reward=n % 2, cluster=n, version=1, tenant="default", slices={"label": ["golden"]})
+        for n in range(120)
+    ]
+    with writing(url) as conn:
+        versions.add_metrics(conn, 2, {ESTIMATE: estimate(logged, {"greedy": 3})})
+    lines = invoke("policies", "estimate", "2", "--database", url).output.splitlines()
+    assert lines[0].startswith("Version 2: mean reward +0.000 [")
+    assert lines[0].endswith("; 3 turns have no known probability, and their sessions are left out.")
+    assert [line.partition(":")[0] for line in lines[1:]] == ["  label golden", "  version 1"]
+    assert json.loads(invoke("policies", "estimate", "2", "--json", "--database", url).output)["num_sessions"] == 120
+    assert "Version 0 was not estimated" in invoke("policies", "estimate", "0", "--database", url).output
 
 
 def test_an_unknown_version_is_a_usage_error(url):

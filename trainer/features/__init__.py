@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.features.devices import DevicesSettings, place_of
+from trainer.features.estimates import Estimates, EstimateSettings, KeptSessions
 from trainer.features.evaluation import Evaluation, EvaluationSettings
 from trainer.features.examples.gate import ExampleGate, ExampleSettings
 from trainer.features.experts import Experts, ExpertSettings
@@ -22,8 +23,8 @@ from trainer.train import Features
 
 FEATURES = Features(
     terms=(Supports, Images, Experts),
-    holds=(Refusals, Sentinels, Quotas, Rewinds),
-    beside=(Gate, ExampleGate, Transfers, EngineSleep, Evaluation),
+    holds=(Refusals, Sentinels, Quotas, Rewinds, KeptSessions),
+    beside=(Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
     checks=(check_packages,),
@@ -43,6 +44,7 @@ class Settings(
     RecorderSettings,
     GateSettings,
     ExampleSettings,
+    EstimateSettings,
     SentinelSettings,
     QuotaSettings,
     RewindSettings,

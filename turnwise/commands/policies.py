@@ -115,6 +115,37 @@ def _summaries(place: DataPlace) -> list[Json]:
     return [values_of(each) | {"summary": summaries[each.policy_id]} for each in named]
 
 
+@policies.command("estimate")
+@click.argument("version", type=click.IntRange(min=0))
+@takes_place
+@json_option
+def estimate(version: int, place: DataPlace, *, as_json: bool) -> None:
+    """Show how a version was estimated to change the mean reward before engines got it, as a whole and by slice."""
+    from turnwise.features import estimates
+
+    with place.client() as client:
+        if client is not None:
+            found = next((each for each in client.policies() if each["version"] == version), None)
+            if found is None:
+                raise NotFound(f"there is no policy version {version}")
+            metrics = found["metrics"]
+        else:
+            from turnwise.store import versions
+
+            with place.store() as store, store.read() as conn:
+                metrics = versions.get_version(conn, version).metrics
+    estimated = metrics.get(estimates.ESTIMATE)
+    if as_json:
+        print_records(estimated, as_json=True)
+        return
+    if estimated is None:
+        click.echo(f"Version {version} was not estimated: its trainer made none (estimate_sessions), or it has none.")
+        return
+    click.echo(f"Version {version}: {estimates.in_words(estimated)}.")
+    for each in estimated["slices"]:
+        click.echo(f"  {each['by']} {each['value']}: {estimates.in_words(each)}")
+
+
 @policies.command("export")
 @click.argument("policy", metavar="POLICY[@VERSION]")
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -36,15 +37,27 @@ class Change:
     mean_weight: float
     """Mean of π / μ. It is 1 within its error if each μ is the probability that sampled."""
     is_off: bool
-    """Whether the mean weight excludes 1, so that some propensity is wrong."""
+    """Whether the mean weight excludes 1: some propensity is wrong, or, below 1, the version does what none of the
+    sessions did. Not said of a version that is too far."""
 
 
-def change(log_weights: Values, rewards: Values, confidence: Confidence, bounds: Bounds) -> Change:
+def change(
+    log_weights: Values,
+    rewards: Values,
+    confidence: Confidence,
+    bounds: Bounds,
+    *,
+    clusters: Sequence[Hashable] | None = None,
+    least: int = MIN_SESSIONS,
+) -> Change:
     """Estimate the change of the mean reward by self-normalised weights, paired on the same sessions.
 
     `log_weights`: log π(session) − log μ(session), one a session. Two ghosts of the largest weight, with the least and
     the greatest reward, widen the interval where one session could carry the estimate. With weights w of mean 1 and
     v = Σ w r / n, the standard error is that of ψ = w (r − v) − (r − mean r) (Owen 2013, "Monte Carlo theory", 9.2).
+    What the mean of π / μ lacks to 1, beyond its standard error, was never logged: its rewards may be any within
+    `bounds`. Sessions of one cluster, such as runs of one task, are not independent: their ψ are added up first. Fewer
+    sessions than `least` are refused.
     """
     logs, values = np.asarray(log_weights, np.float64), np.asarray(rewards, np.float64)
     num = len(logs)
@@ -54,20 +67,42 @@ def change(log_weights: Values, rewards: Values, confidence: Confidence, bounds:
     effective = float(np.exp(2 * _log_sum(logs) - _log_sum(2 * logs)))
     mean_weight = float(plain.mean())
     spread = float(plain.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
-    is_off = num >= MIN_SESSIONS and abs(mean_weight - 1) > NUM_STANDARD_ERRORS_OFF * spread + 1e-6
-    reason = _why_refused(num, effective, mean_weight, is_off=is_off)
-    interval = None if reason is not None else _paired(logs, values, confidence, bounds)
+    # The weights of a version that is too far are too skewed for a standard error of their mean.
+    is_known = num >= max(least, 2) and effective >= MIN_EFFECTIVE
+    is_off = is_known and abs(mean_weight - 1) > NUM_STANDARD_ERRORS_OFF * spread + 1e-6
+    reason = _why_refused(num, effective, mean_weight, least, is_off=is_off)
+    interval = None
+    if reason is None:
+        unlogged = max(0.0, 1 - mean_weight - spread)
+        interval = _paired(logs, values, confidence, bounds, clusters, unlogged)
     return Change(interval, reason, num, effective, mean_weight, is_off)
 
 
-def _paired(logs: Reals, rewards: Reals, confidence: Confidence, bounds: Bounds) -> Interval:
+def why_too_few(num: int, least: int) -> str:
+    return f"{num} sessions can be compared, and {least} are needed"
+
+
+def _paired(
+    logs: Reals,
+    rewards: Reals,
+    confidence: Confidence,
+    bounds: Bounds,
+    clusters: Sequence[Hashable] | None,
+    unlogged: float,
+) -> Interval:
+    """`unlogged`: the share of what is done now of which nothing is known, so that its rewards may be any."""
     estimate = _influence(logs, rewards)[0]
     ghosts = np.full(2, logs.max())
     _, parts = _influence(np.concatenate([logs, ghosts]), np.concatenate([rewards, bounds]))
     num = len(logs)
-    error = float(np.sqrt(np.square(parts).sum())) / len(parts)
-    margin = confidence.margin(error, num, num - 1)
-    return Interval(estimate, estimate - margin, estimate + margin, error, num)
+    if clusters is not None:
+        numbers: dict[Hashable, int] = {}
+        of = [numbers.setdefault(each, len(numbers)) for each in clusters]
+        parts = np.bincount([*of, len(numbers), len(numbers) + 1], weights=parts).astype(np.float64)
+    error = float(np.sqrt(np.square(parts).sum())) / (num + len(ghosts))
+    margin = confidence.margin(error, num, len(parts) - len(ghosts) - 1)
+    low, high = (margin + unlogged * abs(estimate + rewards.mean() - bound) for bound in bounds)
+    return Interval(estimate, estimate - low, estimate + high, error, num)
 
 
 def _influence(logs: Reals, rewards: Reals) -> tuple[float, Reals]:
@@ -81,14 +116,15 @@ def _log_sum(logs: Reals) -> float:
     return top + math.log(float(np.exp(logs - top).sum()))
 
 
-def _why_refused(num: int, effective: float, mean_weight: float, *, is_off: bool) -> str | None:
-    if num < MIN_SESSIONS:
-        return f"{num} sessions can be compared, and {MIN_SESSIONS} are needed"
+def _why_refused(num: int, effective: float, mean_weight: float, least: int, *, is_off: bool) -> str | None:
+    if num < least:
+        return why_too_few(num, least)
     if is_off:
-        return (
-            f"the mean weight of {num} sessions is {mean_weight:.3g} and must be 1: the stored probabilities are not "
-            "those that sampled (a temperature or a template that the record does not know)"
+        wrong = "the stored probabilities are not those that sampled (a temperature or a template that is not recorded)"
+        unlogged = (
+            "a part of what this version does was never logged, or, where this repeats, " if mean_weight < 1 else ""
         )
+        return f"the mean weight of {num} sessions is {mean_weight:.3g} and must be 1: {unlogged}{wrong}"
     if effective < MIN_EFFECTIVE:
         return (
             f"only {effective / num:.1%} of what this version would do was ever logged ({effective:.0f} of {num} "

@@ -17,6 +17,9 @@ class ArmSettings(Settings):
     """Finished sessions of the canary after which its mean alone decides."""
     canary_reward_drop: float = Field(default=0.1, ge=0)
     """How far the canary's mean session reward may lie below the control's."""
+    canary_skips_estimated: bool = False
+    """Serve a version to all without a trial if its trainer's estimate says that its mean reward certainly falls by no
+    more than `canary_reward_drop`, from sessions that the served version sampled."""
     holdout_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the new sessions without a group that stays on an older version, in split `eval`, so that what later
     versions gain is measured; these sessions are not trained. 0 keeps none. Whole weights need an engine of their own

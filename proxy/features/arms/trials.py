@@ -32,6 +32,7 @@ from proxy.reload.rollout import Rollout
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
 from turnwise.features import arms
 from turnwise.features.arms import canary_of, holdout_of
+from turnwise.features.estimates import is_certainly_as_good
 from turnwise.store import serving, versions
 from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyVersion
 
@@ -171,6 +172,10 @@ class Trials(Rollout):
     def needs_trial(self, target: PolicyVersion, active: PolicyVersion) -> bool:
         """Return whether a version is tried first: it is newer than the active one, and there is an engine for it."""
         if not self.given.canary_share or target.version <= active.version:
+            return False
+        drop = self.given.canary_reward_drop
+        if self.given.canary_skips_estimated and is_certainly_as_good(target.metrics, active.version, drop):
+            log.info("policy version %d is served without a trial: it was estimated to be as good", target.version)
             return False
         return not self._lacks_engine(target)
 

@@ -163,12 +163,24 @@ function choiceButtons(each, pinned, changed, newest) {
   return actionButton("Roll back", `Serve version ${each.version} and pin it? ${ACTIVATED}`, choose(true));
 }
 
+const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`;
+
+// What the trainer estimated before engines got a version, or why it could not.
+function estimatedChange(found) {
+  if (!found) return "";
+  const slices = found.slices.filter((each) => each.change !== null).map((each) => `${each.by} ${each.value}: ${signed(each.change)} (${signed(each.low)} to ${signed(each.high)})`);
+  if (found.change === null) return make("span", {className: found.is_off ? "warn" : "quiet", title: found.reason}, found.is_off ? "cannot know: weights off 1" : "cannot know");
+  const title = [`${signed(found.low)} to ${signed(found.high)} with 90 %, from ${plural(found.num_sessions, "session")}; ${number(100 * found.logged_share)} % of what it would do was logged`, ...slices].join("\n");
+  return make("span", {title}, signed(found.change));
+}
+
 function versionTable(versions, changed) {
   const pinned = versions.find((each) => each.isPinned), newest = versions[0];
   const follow = pinned ? make("p", {className: "warn"}, `Version ${pinned.version} is pinned: newer versions are not served, and a trainer that is too far ahead of it waits, or goes on from its weights (when_pinned). `, actionButton("Follow the newest", `Serve version ${newest.version}, and each later one? ${ACTIVATED}`,
     async () => { await activate(newest.version, false); undo = null; await changed(); })) : "";
   const columns = [["version#", (each) => make("span", {title: each.path ?? ""}, number(each.version))], ["status", (each) => make("span", {}, status(each.status), each.on_disk === false ? " (files removed)" : "")],
     ["served", (each) => choiceButtons(each, pinned, changed, newest)], ["earned#", (each) => each.earned ? make("span", {title: `${plural(each.earned.num_sessions, "session")} that it sampled, with the 95 % interval of their mean`}, `${number(each.earned.mean)}${each.earned.margin === null ? "" : ` ± ${number(each.earned.margin)}`} (${number(each.earned.num_sessions)})`) : ""],
+    ["estimated change#", (each) => estimatedChange(each.metrics?.estimate)],
     ["reward of the batch that made it#", (each) => number(each.metrics?.reward_mean)], ["held out#", (each) => number(heldOut(each))],
     ["since", (each) => ago(each.activated_at ?? each.created_at)], ["pause#", (each) => seconds(each.reload_seconds)], ["error", (each) => each.error ?? each.alarm ?? ""]];
   const rows = versions.slice(0, SHOWN_VERSIONS).map((each) => columns.map(([, value]) => value(each))), known = columns.map((_, at) => rows.some((row) => row[at] !== ""));
@@ -182,7 +194,6 @@ async function policyComparison(versions) {
   const cost = policies.some(({summary}) => money(summary.cost)) ? ["cost#"] : [];
   if (policies.length < 2 && !cost.length) return null;
   const lift = (name) => versions.find((each) => (each.policy ?? "default") === name && each.arms?.lift?.reward)?.arms.lift.reward;
-  const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`;
   const rows = policies.map(({name, base_version: base, archived_at: archived, summary: own}) => [
     archived ? `${name} (archived)` : name, own.served_version ?? (base === null ? "the model" : `the base ${base}`), number(own.num_versions),
     lift(name) ? make("span", {title: `${signed(lift(name).low)} to ${signed(lift(name).high)}`}, signed(lift(name).mean)) : "",
