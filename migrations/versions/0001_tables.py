@@ -75,6 +75,12 @@ CREATE TABLE costs (cost_id {serial} NOT NULL, tenant TEXT NOT NULL, session_pk 
     CONSTRAINT uq_costs_session_pk_key_id_policy_id_currency UNIQUE (session_pk, key_id, policy_id, currency),
     CONSTRAINT fk_costs_session_pk_sessions FOREIGN KEY(session_pk)
     REFERENCES sessions (session_pk) ON DELETE SET NULL);
+CREATE TABLE examples (tenant TEXT NOT NULL, example_id TEXT NOT NULL, session_pk {key}, policy_id INTEGER NOT NULL,
+    criterion TEXT NOT NULL, note TEXT, prompt {blob} NOT NULL, reply {blob} NOT NULL, sampling TEXT NOT NULL,
+    messages TEXT NOT NULL, tools TEXT, response TEXT NOT NULL, answers TEXT NOT NULL, written_by TEXT,
+    created_at BIGINT NOT NULL, CONSTRAINT pk_examples PRIMARY KEY (tenant, example_id),
+    CONSTRAINT fk_examples_session_pk_sessions FOREIGN KEY(session_pk)
+    REFERENCES sessions (session_pk) ON DELETE CASCADE);
 CREATE TABLE feedback (session_pk {key} NOT NULL, turn_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
     content TEXT NOT NULL, group_id TEXT, source TEXT, written_by TEXT, created_at BIGINT NOT NULL,
     CONSTRAINT pk_feedback PRIMARY KEY (session_pk, turn_id, kind, name),
@@ -143,8 +149,10 @@ CREATE INDEX ix_groups_imported ON groups (imported, group_pk) WHERE imported IS
 CREATE INDEX ix_trained_sessions_update ON trained_sessions (update_id);
 CREATE INDEX ix_policy_versions_status ON policy_versions (status, policy_id);
 CREATE INDEX ix_policy_versions_policy ON policy_versions (policy_id, version);
-CREATE INDEX ix_session_media_digest ON session_media (tenant, digest);
 CREATE INDEX ix_session_labels_label ON session_labels (label, tenant, session_pk);
+CREATE INDEX ix_examples_session ON examples (session_pk);
+CREATE INDEX ix_examples_policy ON examples (policy_id);
+CREATE INDEX ix_session_media_digest ON session_media (tenant, digest);
 CREATE INDEX ix_costs_key ON costs (tenant, key_id, policy_id, currency, amount);
 CREATE INDEX ix_turns_summaries ON turns (session_pk, seq) WHERE role = 'summary';
 """

@@ -18,7 +18,7 @@ from turnwise.types import PolicyKind, utc_now
 
 IMAGE = b"\x89PNG"
 DIGEST = hashlib.sha256(IMAGE).hexdigest()
-STORED = ("rewards", "feedback", "a fork", "engine activity", "all keys")
+STORED = ("rewards", "feedback", "a fork", "engine activity", "all keys", "a pinned example")
 """The tests' calls of the store that leave rows which no other call of these has left."""
 
 
