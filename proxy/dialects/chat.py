@@ -74,7 +74,7 @@ class ChatCompletions(Dialect):
                 f"`messages` has {len(messages)} entries; at most {MAX_MESSAGES} are served.", param="messages"
             )
         check_kinds(body, {"tools": list, "chat_template_kwargs": dict, "metadata": dict, "model": str})
-        if any(map(_is_billed, messages)):
+        if any(_is_billed(each) for each in messages if each.get("role") in SYSTEM_ROLES):
             messages = [kept for each in messages if (kept := without_billing(each)) is not None]
             body = {**body, "messages": messages}
         hides_thinking = body.get("include_reasoning") is False
