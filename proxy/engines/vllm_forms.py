@@ -164,7 +164,7 @@ def _is_list_of_ids(array: bytes) -> bool:
 
 def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured, *, hides_count: bool) -> list[bool]:
     """Capture parts; return which of them hold anything for a client that asked for text only."""
-    has_content = []
+    has_content, fields = [], tuple(turn_parts.reply_fields.items())
     for reply in replies:
         if reply.prompt_token_ids is not ABSENT:
             captured.prompt_ids = read_ids(reply.prompt_token_ids, echo) or captured.prompt_ids
@@ -173,7 +173,7 @@ def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured,
             choice = captured.choices.get(part.index)
             if choice is None:
                 choice = captured.choices[part.index] = Choice()
-            for field, name in turn_parts.reply_fields.items():
+            for field, name in fields:
                 if (given := getattr(part, field)) is not None:
                     choice.given[name] = given
                     captured.gives.add(name)
