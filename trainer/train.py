@@ -81,13 +81,14 @@ class Training:
         self.recorder = ChainRecorder([JsonLines(settings.policies_dir / "trainer.jsonl")])
         self.checkpoints = Checkpoints(settings.policies_dir, keep=settings.keep_versions)
         self.states = States(learner, self.checkpoints, optimizer, settings)
-        self.updates = Updates(claims, learner, GapCheck(learner, self.checkpoints, settings))
         first = {} if first is None else first
         self.beside: list[Beside[Any]] = []
         for kind in features.beside:
             if kind.is_on(settings):
                 self.beside.append(kind(claims, learner, first))
                 first.setdefault(kind, self.beside[-1])
+        gap_check = GapCheck(learner, self.checkpoints, settings)
+        self.updates = Updates(claims, learner, gap_check, own(self.beside, Beside.selected))
         self._computing = own(self.beside, Beside.computing)
         self._why_unpublished = own(self.beside, Beside.why_unpublished)
         self._takes = own(self.beside, Beside.takes)

@@ -1,8 +1,7 @@
 """From a claimed batch to its optimizer steps: what of it is trained, which groups drop out, and what replaces them.
 
 A group is refused alone, with a reason, and the others of its batch are trained. It may have equal rewards, be too
-large, not finite, or wrongly sampled. Imported sessions are drawn by the seed and the count of batches, so a repeated
-batch trains on the same ones. They are not claimed: every batch may draw them again.
+large, not finite, or wrongly sampled.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from trainer.algorithms.algorithm import Imitation, select
+from trainer.algorithms.algorithm import select
 from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
 from trainer.batch.selection import LARGEST_VALUE, Selection, Unfit, left_out
 from trainer.checks.gap import BatchGap, GapCheck
 from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
-from trainer.claims.ledger import ClaimedBatch
+from trainer.claims.ledger import ClaimedBatch, RunProgress
 from trainer.model.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.versions.state import State
@@ -38,17 +37,22 @@ Record = Callable[[Json, int], None]
 MAX_REFILL_FACTOR = 4
 MOST_REASONS = 5
 """Reasons of one batch that are logged."""
-_DRAW = 1
-"""Distinguishes the random numbers of imported sessions from those that shuffle the batch."""
 
 
 class Updates:
     """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
-    def __init__(self, claims: Claims, learner: PolicyAgent, gap_check: GapCheck) -> None:
+    def __init__(
+        self,
+        claims: Claims,
+        learner: PolicyAgent,
+        gap_check: GapCheck,
+        selected: Sequence[Callable[[Selection, RunProgress], Json]] = (),
+    ) -> None:
         self._claims = claims
         self._learner = learner
         self._gap_check = gap_check
+        self._selected = selected
 
     def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> tuple[ClaimedBatch, Selection]:
         """Return the batch with further groups in the place of those of equal rewards, if there are any; and what fits.
@@ -88,20 +92,13 @@ class Updates:
         return select(claimed.experiences, keys, self._learner.algorithm, settings, state.singles)
 
     def batch_of(self, claimed: ClaimedBatch, selection: Selection, state: State) -> tuple[Batch | None, Json]:
-        """Return what was selected of a claim with imported experiences at its end, and gauges; None without any."""
-        imitation = self._learner.algorithm.imitation
+        """Return what was selected of a claim, and gauges; None without any."""
         for reason, count in Counter(selection.refused.values()).most_common(MOST_REASONS):
             log.info("not trained: %d of %d groups, %s", count, len(claimed.group_keys), reason)
-        mixed: Json = {}
-        mu = 0.0
-        if imitation is not None:
-            drawn = self._drawn(state, imitation)
-            selection.mix_in(drawn)
-            share = imitation.share(state.progress.num_batches)
-            mu = share if selection.num_imported else 0.0
-            num_sessions = len({experience.session_key for experience in drawn.experiences})
-            mixed = {"num_imported_sessions": num_sessions, "mix_mu": share}
-        gauges = claim_gauges(claimed, selection, state) | mixed
+        found: Json = {}
+        for selected in self._selected:
+            found |= selected(selection, state.progress)
+        gauges = claim_gauges(claimed, selection, state) | found
         if not selection.experiences:
             return None, gauges
         batch = build(
@@ -110,25 +107,10 @@ class Updates:
             policy_version=state.progress.policy_version,
             pairs=selection.pairs,
             chosen=selection.chosen,
-            num_imported=selection.num_imported,
-            mu=mu,
+            mixed=selection.mixed,
             needs_behaviour=self._learner.algorithm.needs_behaviour,
         )
         return batch, gauges
-
-    def _drawn(self, state: State, imitation: Imitation) -> Selection:
-        rng = np.random.default_rng([state.progress.seed, state.progress.num_batches, _DRAW])
-        found = self._learner.world.from_first(lambda: self._claims.imported(imitation.num_groups, rng))
-        keys = sorted({experience.group_key for experience in found})
-        drawn = select(found, keys, imitation.algorithm, self._learner.settings)
-        if not drawn.experiences:
-            log.warning(
-                "no imported session could be mixed in: %d groups were drawn, and left out for these reasons: %s; "
-                "import conversations with `turnwise import`",
-                len(keys),
-                sorted(set(drawn.refused.values())),
-            )
-        return drawn
 
     def with_token_credit(self, batch: Batch, selection: Selection) -> tuple[Batch, Json]:
         """Return the batch with the advantages that need a model, and gauges; refuse the groups that cannot be trained.
@@ -264,8 +246,8 @@ def _members_without(batch: Batch, members: Sequence[int], refused: Collection[G
 def num_minibatches(claimed: ClaimedBatch, batch: Batch, settings: TrainerSettings) -> int:
     """Return the optimizer steps of a pass: fewer for a batch of fewer groups, and never more than groups are trained.
 
-    So an update sees as many groups in a small batch as in a whole one, if it has them. Imported groups that
-    are mixed in do not count: a step with them alone would imitate at the whole learning rate, whatever μ is.
+    So an update sees as many groups in a small batch as in a whole one, if it has them. What is mixed in does not
+    count: a step with it alone would be taken at the whole learning rate, whatever its share is.
     """
     singles = {experience.group_key for experience in claimed.experiences if experience.is_single}
     num_read = len({experience.group_key for experience in claimed.experiences} - singles)

@@ -39,6 +39,8 @@ CHOICES = b'"choices"'
 NOT_YET: Any = None
 """What a call gets later: it has all of it once it is sampled."""
 DATA = re.compile(rb"^data: ?(.+)$", re.MULTILINE)
+EVENT = re.compile(rb"^data: ?(.+(?:\n.+)*)", re.MULTILINE)
+"""The first data of an event, and the event's lines after it."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -117,18 +119,11 @@ class EventBuffer:
         if rest.endswith(b"\n") and (rest.startswith(b":") or DATA.findall(rest) == [DONE]):
             events, rest = events + b"\n\n" + rest, b""  # some servers leave out the empty line at the end
         self.pending = [rest] if rest else []
-        lines = events.split(b"\n")  # faster than a split by two bytes
-        blocks = events.split(b"\n\n") if any(lines[1::2]) else lines[::2]
-        # The data of an event is JSON, in which a line end can only stand between values.
-        return [
-            data
-            for block in blocks
-            if (data := block[6:] if block.startswith(b"data: ") and b"\n" not in block else _data_of(block))
-        ]
-
-
-def _data_of(block: bytes) -> bytes:
-    return b" ".join(DATA.findall(block))
+        found: list[bytes] = EVENT.findall(events)
+        if b"\n" in b"".join(found):
+            # The data of an event is JSON, in which a line end can only stand between values.
+            found = [b" ".join(DATA.findall(b"data:" + each)) for each in found]
+        return found
 
 
 def take_events(events: list[bytes], running: Running, lane: Lane) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -112,7 +112,8 @@ def read_parts(parts: list[bytes], captured: Captured, call: Call, prompt: Encod
     if len(replies) != len(parts):
         raise msgspec.ValidationError("a part of a reply must be one JSON object")
     hides_count = STREAM_OPTIONS in call.engine_fields
-    has_content = _capture(replies, echo, captured, hides_count=hides_count)
+    fields = [(field, name) for field, name in turn_parts.reply_fields.items() if field.encode() in text]
+    has_content = _capture(replies, echo, captured, fields, hides_count=hides_count)
     if call.wants_token_ids:
         text = whole
     if not call.wants_logprobs:  # first, because they are most of the text, and are not searched
@@ -162,9 +163,19 @@ def _is_list_of_ids(array: bytes) -> bool:
     return separators == b"[%b]" % (b"," * (len(separators) - 2))
 
 
-def _capture(replies: list[EngineReply], echo: bytes | None, captured: Captured, *, hides_count: bool) -> list[bool]:
-    """Capture parts; return which of them hold anything for a client that asked for text only."""
-    has_content, fields = [], tuple(turn_parts.reply_fields.items())
+def _capture(
+    replies: list[EngineReply],
+    echo: bytes | None,
+    captured: Captured,
+    fields: Sequence[tuple[str, str]],
+    *,
+    hides_count: bool,
+) -> list[bool]:
+    """Capture parts; return which of them hold anything for a client that asked for text only.
+
+    `fields` has the fields of choices that parts of turns are packed from, each with the part's name.
+    """
+    has_content = []
     for reply in replies:
         if reply.prompt_token_ids is not ABSENT:
             captured.prompt_ids = read_ids(reply.prompt_token_ids, echo) or captured.prompt_ids

@@ -11,14 +11,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from trainer.batch import selection
 from trainer.batch.advantages import SingleValue
-from trainer.batch.batch import Aggregation, Batch, Reals
+from trainer.batch.batch import Aggregation, Batch, Reals, Row
 from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Selection, SelectionRule
@@ -64,8 +64,6 @@ class Algorithm(abc.ABC):
     """Whether `credit` computes the advantages, so that groups without a difference in reward are trained too."""
     trains_pairs: bool = False
     """Whether chains are trained in pairs of a better and a worse session."""
-    imitation: Imitation | None = None
-    """How imported sessions are trained beside the sampled ones; None where they are not."""
 
     def __init__(self, settings: BaseSettings) -> None:
         self.settings = settings
@@ -99,7 +97,7 @@ class Algorithm(abc.ABC):
         """Return the weight of each trained token in the optimizer step over these members; they sum to 1. [M]."""
         return batch.weights(members, "token_mean", 1)
 
-    def parts(self, tokens: TrainedTokens) -> Sequence[tuple[TrainedTokens, Algorithm]]:
+    def parts(self, tokens: TrainedTokens, batch: Batch, row: Row) -> Sequence[tuple[TrainedTokens, Algorithm]]:  # noqa: ARG002
         """Return the tokens of a row by the algorithm whose loss they have; this one's are first, and alone gauged."""
         return [(tokens, self)]
 
@@ -117,17 +115,6 @@ class Algorithm(abc.ABC):
 
     def close(self) -> None:  # noqa: B027  most algorithms hold nothing
         ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Imitation:
-    """Imported sessions that are trained beside sampled ones."""
-
-    algorithm: Algorithm
-    num_groups: int
-    """Imported groups of a batch, drawn again for each batch."""
-    share: Callable[[int], float]
-    """Returns the weight of their loss after a number of batches; that of the sampled sessions is the rest."""
 
 
 class Weighed(Algorithm):

@@ -6,23 +6,21 @@ and their weights contain μ. So sampled and imported chains share packed rows, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.algorithm import Algorithm, Imitation
+from trainer.algorithms.algorithm import Algorithm
 from trainer.algorithms.dpo import DPO
 from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.sft import SFT
-from trainer.batch.batch import Batch, Reals
+from trainer.batch.batch import Batch, Reals, Row
 from trainer.batch.ratios import TrainedTokens
 
-IMPORTED_GROUPS = 8
-"""Imported groups of a batch, drawn again for each batch. Without groups in the import, a session is one."""
 MU_END = 0.05
 """μ after `decay_batches`, as in the paper."""
 
@@ -43,30 +41,37 @@ class Chord(GRPO):
         """Batches over which μ falls to 0.05, as half a cosine; 0 leaves it at `mu`."""
 
     settings: Settings
-    imitation: Imitation
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        own: Algorithm = DPO(DPO.Settings())
+        self.imitation: Algorithm = DPO(DPO.Settings())
+        """Trains the imported sessions."""
         if settings.imitation != "dpo":
-            own = (PhiSFT if settings.imitation == "phi" else SFT)(SFT.Settings())
-        self.needs_reference = self.needs_reference or own.needs_reference
-        self.imitation = Imitation(own, IMPORTED_GROUPS, functools.partial(mu_of, settings=settings))
+            self.imitation = (PhiSFT if settings.imitation == "phi" else SFT)(SFT.Settings())
+        self.needs_reference = self.needs_reference or self.imitation.needs_reference
 
     def weights(self, batch: Batch, members: Sequence[int]) -> Reals:
-        imported = [member for member in members if batch.is_imported(member)]
-        if not imported:
+        imported = [member for member in members if member >= batch.num_sampled]
+        if batch.mixed is None or not imported:
             return super().weights(batch, members)
-        sampled = [member for member in members if not batch.is_imported(member)]
-        weights: Reals = (1 - batch.mu) * super().weights(batch, sampled)
-        return weights + batch.mu * self.imitation.algorithm.weights(batch, imported)
+        sampled = [member for member in members if member < batch.num_sampled]
+        mu = batch.mixed.share
+        weights: Reals = (1 - mu) * super().weights(batch, sampled)
+        return weights + mu * self.imitation.weights(batch, imported)
 
-    def parts(self, tokens: TrainedTokens) -> Sequence[tuple[TrainedTokens, Algorithm]]:
+    def parts(self, tokens: TrainedTokens, batch: Batch, row: Row) -> Sequence[tuple[TrainedTokens, Algorithm]]:
         """Return the sampled tokens, and the imported ones where the batch has any."""
-        if tokens.is_imported is None:
-            return [(tokens, self)]
-        imported = tokens.subset(tokens.is_imported)
-        return [(tokens.subset(~tokens.is_imported), self), (imported, self.imitation.algorithm)]
+        if batch.mixed is None:
+            return super().parts(tokens, batch, row)
+        is_sampled = torch.from_numpy(batch.table.experience[row.token] < batch.num_sampled).to(tokens.logprobs.device)
+        return [(tokens.subset(is_sampled), self), (tokens.subset(~is_sampled), self.imitation)]
+
+    def share(self, num_batches: int) -> float:
+        """Return μ after a number of batches: half a cosine from the peak down to the end (CHORD-μ)."""
+        if not self.settings.decay_batches:
+            return self.settings.mu
+        decayed = min(num_batches / self.settings.decay_batches, 1.0)
+        return MU_END + (self.settings.mu - MU_END) * (1 + math.cos(math.pi * decayed)) / 2
 
 
 class PhiSFT(SFT):
@@ -76,14 +81,6 @@ class PhiSFT(SFT):
 
     def loss(self, tokens: TrainedTokens) -> Tensor:
         return phi(tokens.logprobs) * -tokens.logprobs
-
-
-def mu_of(num_batches: int, settings: Chord.Settings) -> float:
-    """Return μ after a number of batches: half a cosine from the peak down to the end (CHORD-μ)."""
-    if not settings.decay_batches:
-        return settings.mu
-    decayed = min(num_batches / settings.decay_batches, 1.0)
-    return MU_END + (settings.mu - MU_END) * (1 + math.cos(math.pi * decayed)) / 2
 
 
 def phi(logprobs: Tensor) -> Tensor:

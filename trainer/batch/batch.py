@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainer.batch.chain import Chain
 from trainer.batch.forest import Forest, Indices, Keys, Layout, side_by_side
-from trainer.batch.selection import why_untrainable
+from trainer.batch.selection import Mixed, why_untrainable
 from turnwise.chains import token_keys
 from turnwise.types import SessionKey, TokenIds
 
@@ -75,18 +75,14 @@ class Batch:
     """Which experiences must share a row and an optimizer step: a pair for DPO, else each its own."""
     chosen: Sequence[bool]
     """For DPO, whether the experience is of its pair's better session; else unused."""
-    num_sampled: int
-    """The experiences from this index on are imported ones that are mixed in."""
-    mu: float = 0.0
+    mixed: Mixed | None
     keys: Sequence[Keys]
     """The tokens of each experience, as they are compared: equal tokens of different images differ."""
 
     @property
-    def has_imported(self) -> bool:
-        return self.num_sampled < len(self.experiences)
-
-    def is_imported(self, member: int) -> bool:
-        return member >= self.num_sampled
+    def num_sampled(self) -> int:
+        """The number of experiences of the claimed groups, which come first."""
+        return len(self.experiences) if self.mixed is None else self.mixed.start
 
     def weights(self, members: Sequence[int], aggregation: Aggregation, session_tokens: int) -> Reals:
         """Return the weight of every trained token of the table in the optimizer step over `members`. [M].
@@ -117,20 +113,18 @@ def build(
     policy_version: int,
     pairs: Sequence[int] | None = None,
     chosen: Sequence[bool] | None = None,
-    num_imported: int = 0,
-    mu: float = 0.0,
+    mixed: Mixed | None = None,
     needs_behaviour: bool = True,
 ) -> Batch:
     """Return the batch of these chains; each sampled token is in exactly one of them.
 
     `advantages` are those of each chain's turns, [K], or of its tokens, [L]. For DPO `pairs` and `chosen` say which
-    pair a chain is of, and whether it is of the better session. The last `num_imported` chains are imported, and `mu`
-    is the weight of their loss. `needs_behaviour` says whether an importance ratio is formed for each token of the
-    others.
+    pair a chain is of, and whether it is of the better session. `needs_behaviour` says whether an importance ratio is
+    formed for each token of the chains that are not mixed in.
     """
     sessions: dict[tuple[int, SessionKey], int] = {}
     members = [(0 if pairs is None else pairs[n], each.session_key) for n, each in enumerate(experiences)]
-    num_sampled = len(experiences) - num_imported
+    num_sampled = len(experiences) if mixed is None else mixed.start
     has_ratio = [needs_behaviour and n < num_sampled for n in range(len(experiences))]
     places = [_trained(each, needs_behaviour=ratio) for each, ratio in zip(experiences, has_ratio, strict=True)]
     counts = [len(place) for place in places]
@@ -156,8 +150,7 @@ def build(
         tokens_of=[np.arange(starts[i], starts[i + 1]) for i in range(len(experiences))],
         unit_of=list(range(len(experiences))) if pairs is None else pairs,
         chosen=[True] * len(experiences) if chosen is None else chosen,
-        num_sampled=num_sampled,
-        mu=mu,
+        mixed=mixed,
         keys=[token_keys(experience.tokens, experience.parts) for experience in experiences],
     )
 
@@ -197,14 +190,14 @@ def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[
     """Yield the experiences of each optimizer step: groups shuffled, then cut into `count` parts of similar size.
 
     Groups stay together where the cut allows it, so that what their prompts share is computed once. A session, and
-    for DPO a pair, is never cut. Imported experiences are cut apart, so that each step gets its share of them.
+    for DPO a pair, is never cut. What is mixed in is cut apart, so that each step gets its share of it.
     """
     sampled = _parts(batch, range(batch.num_sampled), count, rng)
-    if not batch.has_imported:
+    if batch.mixed is None:
         yield from sampled
         return
-    imported = _parts(batch, range(batch.num_sampled, len(batch.experiences)), count, rng)
-    for step in itertools.zip_longest(sampled, imported, fillvalue=()):
+    others = _parts(batch, range(batch.num_sampled, len(batch.experiences)), count, rng)
+    for step in itertools.zip_longest(sampled, others, fillvalue=()):
         yield [member for part in step for member in part]
 
 

@@ -53,8 +53,6 @@ class TrainedTokens:
     """The critic's values under its present weights; carry the gradient. None without a critic. [M]"""
     old_values: Tensor | None = None
     returns: Tensor | None = None
-    is_imported: Tensor | None = None
-    """The channel: True for tokens of imported sessions beside sampled ones; None where the batch has none. [M]"""
     pair: Tensor | None = None
     """Index of the pair of the chain, 0 … P − 1, where pairs are trained. [S]"""
     chosen: Tensor | None = None

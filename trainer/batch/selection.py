@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -61,6 +61,15 @@ def why_untrainable(experience: Chain, *, needs_behaviour: bool = True) -> list[
     return reasons
 
 
+class Mixed(NamedTuple):
+    """Experiences of no claimed group, which a feature has put behind those of a batch."""
+
+    start: int
+    """Index of the first of them."""
+    share: float
+    """The weight of their loss; that of the others is the rest."""
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Selection:
     """A batch from its offer to its last optimizer step: what is trained of it, with its credit, and what is refused.
@@ -82,8 +91,7 @@ class Selection:
     """Of each experience those of its K turns, or of its L tokens: [K] or [L] each."""
     pairs: Sequence[int] | None = None
     chosen: Sequence[bool] | None = None
-    num_imported: int = 0
-    """The last experiences that are imported ones, mixed in."""
+    mixed: Mixed | None = None
     single_values: Sequence[SingleValue] = ()
     refused: dict[GroupKey, str] = dataclasses.field(default_factory=dict)
     """Why groups are not trained. An experience may be of a group that was refused after it was chosen."""
@@ -102,17 +110,6 @@ class Selection:
 
     def trained(self) -> list[Chain]:
         return [one for one in self.experiences if one.group_key not in self.refused]
-
-    def mix_in(self, imported: Selection) -> None:
-        """Put imported experiences behind the others, as pairs of their own where they are pairs."""
-        num_own = len(self.experiences)
-        chosen = [*_chosen(self), *_chosen(imported)]
-        if imported.pairs is not None:
-            start = num_own if self.pairs is None else max(self.pairs, default=-1) + 1
-            self.pairs = [*(self.pairs or range(num_own)), *(start + pair for pair in imported.pairs)]
-        self.experiences = [*self.experiences, *imported.experiences]
-        self.advantages, self.chosen = [*self.advantages, *imported.advantages], chosen
-        self.num_imported = len(imported.experiences)
 
     def advantages_by_session(self, trained: Collection[str]) -> dict[SessionKey, dict[str, float]]:
         """Return the advantages of the turns of these ids whose groups are not refused."""
@@ -235,10 +232,6 @@ def of_turns(experience: Chain, advantages: Floats) -> Floats:
     sums = np.bincount(turns, weights=advantages[experience.loss_mask], minlength=size)
     means: Floats = sums / np.maximum(np.bincount(turns, minlength=size), 1)
     return means
-
-
-def _chosen(selection: Selection) -> Sequence[bool]:
-    return [True] * len(selection.experiences) if selection.chosen is None else selection.chosen
 
 
 def _groups_too_large(experiences: Sequence[Chain]) -> dict[GroupKey, str]:

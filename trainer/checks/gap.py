@@ -222,7 +222,7 @@ def _by_group(batch: Batch, members: Sequence[int]) -> dict[GroupKey, list[int]]
     groups: dict[GroupKey, list[int]] = defaultdict(list)
     for member in members:
         experience = batch.experiences[member]
-        if experience.policy_version_first >= 0 and not batch.is_imported(member) and len(batch.tokens_of[member]):
+        if experience.policy_version_first >= 0 and member < batch.num_sampled and len(batch.tokens_of[member]):
             groups[experience.group_key].append(member)
     return groups
 

@@ -19,6 +19,7 @@ from turnwise.store.serving import ServingState
 from turnwise.types import Json
 
 if TYPE_CHECKING:
+    from trainer.batch.selection import Selection
     from trainer.claims.ledger import Ledger, RunProgress
 
 OfFirst: TypeAlias = "Mapping[type[Beside[Any]], Any]"
@@ -91,6 +92,10 @@ class Beside(Generic[Given]):
 
     def opened(self, version: int, probe: Json | None) -> None:
         """Take the version that the training starts from, and what its manifest has as `probe`."""
+
+    def selected(self, selection: Selection, at: RunProgress) -> Json:  # noqa: ARG002
+        """Take what is selected of a batch, which it may add to; return gauges."""
+        return {}
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Return what stands around the computation of a batch."""

@@ -30,7 +30,6 @@ from turnwise.store import (
     claims,
     database,
     experiences,
-    groups,
     policies,
     rows,
     serving,
@@ -327,12 +326,6 @@ class Ledger:
         """Return those of the sessions that were marked as not to be trained after they were read."""
         keys = {experience.session_key for experience in read}
         return self.read(lambda conn: experiences.denied_since(conn, keys))
-
-    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Chain]:
-        """Return the chains of this number of imported groups, drawn at random; of all where there are fewer."""
-        stored = self.read(lambda conn: groups.imported_groups(conn, self.policy_id))
-        drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
-        return self.experiences_of(drawn, with_imported=True)
 
     def chains(self, found: Iterable[Experience]) -> list[Chain]:
         """Return stored chains as they are trained, each asked about by the terms."""

@@ -9,6 +9,7 @@ from trainer.features.examples.gate import ExampleGate, ExampleSettings
 from trainer.features.experts import Experts, ExpertSettings
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
+from trainer.features.imported import Imported
 from trainer.features.memory import MemorySettings, SavingAgent
 from trainer.features.policies import Quotas, QuotaSettings
 from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
@@ -24,7 +25,7 @@ from trainer.train import Features
 FEATURES = Features(
     terms=(Supports, Images, Experts),
     holds=(Refusals, Sentinels, Quotas, Rewinds, KeptSessions),
-    beside=(Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
+    beside=(Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
     checks=(check_packages,),

@@ -152,7 +152,7 @@ class PolicyAgent:
             self.policy.place.sync_gradients(self.policy, is_wanted=self.syncs_every_row or number == len(own))
             with self.computing(batch, row):
                 every = self.tokens(*data)
-                (tokens, _), *others = parts = self.algorithm.parts(every)
+                (tokens, _), *others = parts = self.algorithm.parts(every, batch, row)
                 loss = functools.reduce(torch.add, (loss_of(*part) for part in parts))
                 whole = functools.reduce(lambda known, head: head.with_loss(known, tokens), self.heads, loss)
                 # Processes take the mean of their gradients; the loss is a sum over them.
@@ -250,6 +250,5 @@ def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: R
         returns=column(table.returns),
         pair=present(pair),
         chosen=present(np.array(batch.chosen)[members]),
-        is_imported=column(table.experience >= batch.num_sampled if batch.has_imported else None),
     )
     return inputs_of(policy, batch, row), known

@@ -13,14 +13,14 @@ from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 from torch import tensor
 
 from proxy.features.page.summaries import summarise_updates
-from trainer.algorithms import chord
 from trainer.algorithms.algorithm import loss_of
 from trainer.algorithms.chord import phi
-from trainer.batch.batch import build, minibatches
+from trainer.batch.batch import build, minibatches, pack
 from trainer.batch.ratios import TrainedTokens
+from trainer.batch.selection import Mixed
 from trainer.claims.claims import Claims
 from trainer.claims.ledger import Ledger, RunProgress
-from trainer.features import Settings
+from trainer.features import Settings, imported
 from trainer.features.replay import Entry, ReplayBuffer, read_buffer
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
@@ -202,9 +202,9 @@ WANTED, OTHER = [40, 41, 42], [43, 44, 45]
 
 def test_mu_falls_as_half_a_cosine_by_hand():
     """Two batches from 0.85 down to 0.05: 0.85, 0.05 + 0.8 · (1 + cos π/2) / 2 = 0.45, then 0.05."""
-    share = algorithm("chord", mu=0.85, decay_batches=2).imitation.share
+    share = algorithm("chord", mu=0.85, decay_batches=2).share
     close([share(number) for number in range(4)], [0.85, 0.45, 0.05, 0.05])
-    constant = algorithm("chord", mu=0.3).imitation.share
+    constant = algorithm("chord", mu=0.3).share
     close([constant(number) for number in (0, 1000)], [0.3, 0.3])
 
 
@@ -224,7 +224,7 @@ def test_the_loss_of_a_step_is_the_weighted_sum_of_both_means_by_hand():
     SFT: 4 · 0.05 · ln 2 = 0.2 ln 2; with φ = 1/4 a quarter of that.
     """
     sessions = [experience(session_id=name) for name in ("a", "i", "j")]
-    batch = build(sessions, [np.ones(1)] * 3, policy_version=0, num_imported=2, mu=0.2)
+    batch = build(sessions, [np.ones(1)] * 3, policy_version=0, mixed=Mixed(1, 0.2))
     chord = algorithm("chord")
     weights = chord.weights(batch, [0, 1, 2])
     close(weights, [0.4, 0.4, 0.05, 0.05, 0.05, 0.05])
@@ -236,12 +236,11 @@ def test_the_loss_of_a_step_is_the_weighted_sum_of_both_means_by_hand():
         advantages=torch.ones(6),
         weights=torch.from_numpy(weights),
         sequence=tensor([0, 0, 1, 1, 2, 2]),
-        is_imported=tensor([False, False, True, True, True, True]),
     )
-    (sampled, _), (imported, own) = chord.parts(tokens)
+    (sampled, _), (imported, own) = chord.parts(tokens, batch, *pack(batch, range(3), 64))
     close(loss_of(sampled, chord), -0.8)
     close(loss_of(imported, own), 0.2 * LN2)
-    close(loss_of(imported, algorithm("chord", imitation="phi").imitation.algorithm), 0.05 * LN2)
+    close(loss_of(imported, algorithm("chord", imitation="phi").imitation), 0.05 * LN2)
 
 
 def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
@@ -250,9 +249,9 @@ def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
         logprobs=torch.zeros(2, requires_grad=True),
         **dict.fromkeys(("entropy", "behaviour", "advantages", "weights"), torch.ones(2)),
         sequence=tensor([0, 0]),
-        is_imported=tensor([True, True]),
     )
-    (sampled, _), _ = algorithm("chord").parts(tokens)
+    batch = build([experience()], [np.ones(1)], policy_version=0, mixed=Mixed(0, 0.2))
+    (sampled, _), _ = algorithm("chord").parts(tokens, batch, *pack(batch, [0], 64))
     for name in ("grpo", "gspo", "topr", "cispo"):
         assert loss_of(sampled, algorithm(name, off_policy_mask=0.1)).item() == 0.0
 
@@ -260,9 +259,9 @@ def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
 def test_each_optimizer_step_gets_its_share_of_both():
     """Four sampled and two imported groups in two steps: two and one in each."""
     sessions = [experience(session_id=name, group_id=name) for name in ("a", "b", "c", "d", "i", "j")]
-    batch = build(sessions, [np.ones(1)] * 6, policy_version=0, num_imported=2, mu=0.2)
+    batch = build(sessions, [np.ones(1)] * 6, policy_version=0, mixed=Mixed(4, 0.2))
     steps = list(minibatches(batch, 2, np.random.default_rng(0)))
-    assert [sum(map(batch.is_imported, step)) for step in steps] == [1, 1]
+    assert [sum(member >= 4 for member in step) for step in steps] == [1, 1]
     assert sorted(member for step in steps for member in step) == list(range(6))
 
 
@@ -320,7 +319,7 @@ def test_imported_sessions_are_trained_while_no_reward_differs(tmp_path, model):
 
 def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model, monkeypatch):
     """Two batches at once, or one and then one after a restart; one imported group of two is drawn for each."""
-    monkeypatch.setattr(chord, "IMPORTED_GROUPS", 1)
+    monkeypatch.setattr(imported, "NUM_GROUPS", 1)
     changes = {"algorithm": "chord", "groups_per_batch": 1}
     database, settings = played(tmp_path / "whole", model, total_batches=2, **changes)
     database.close()
