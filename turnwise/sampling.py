@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from turnwise.types import TOOL_GRAMMAR, Json
+from turnwise.types import Json
 
 GREEDY = "greedy"
 SUPPORT = "support"
@@ -22,6 +22,8 @@ TRUNCATING: Mapping[str, Callable[[Any], bool]] = {
     "min_p": lambda value: value > 0,
 }
 """Sampling parameters that leave a part of the vocabulary, which depends on the engine's own logits, and when."""
+TOOL_GRAMMAR = "tool_grammar"
+"""Sampling parameter that is stored where the engine sampled under a grammar of tools that the call does not name."""
 GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT = "grammar_backend", "grammar_is_compact"
 """Sampling parameters that are stored where an engine was told which library masks by grammars, and that JSON has no
 white space."""

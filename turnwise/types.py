@@ -15,8 +15,8 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,6 @@ LOCAL_KEY_NAME = "turnwise up"
 """Name of the key that `turnwise up` makes, beside which callers without a key may call the model and nothing more."""
 
 
-IMAGES = "images"
-"""The part of a turn that has the places of its images."""
 IMAGE_URL = "image:"
 """Begin of the URL of a stored image, before the SHA-256 of its file in hexadecimal."""
 STORED_IMAGE = re.compile(IMAGE_URL + r"([0-9a-f]{64})")
@@ -63,13 +61,6 @@ def image_digests(messages: Iterable[Json]) -> list[str]:
     images = (part.get("image_url") for part in parts if part.get("type") == "image_url")
     found = (STORED_IMAGE.fullmatch(str(image.get("url"))) for image in images if isinstance(image, dict))
     return [match[1] for match in found if match is not None]
-
-
-class Media(NamedTuple):
-    """An image's file."""
-
-    media_type: str
-    content: bytes
 
 
 def value_of_json(text: str | bytes) -> Any:
@@ -183,8 +174,6 @@ REDACTED = "redacted"
 """Reason of an untrainable turn that is stored without tokens, because its text or an ancestor's was redacted."""
 MAX_REWARD = 1e6
 """Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
-TOOL_GRAMMAR = "tool_grammar"
-"""Sampling parameter that is stored where the engine sampled under a grammar of tools that the call does not name."""
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT, Role.SUMMARY})
 """Roles that are trained by default."""
 
@@ -371,16 +360,6 @@ class Turn:
     """What features keep of it, by the feature's name for it, as `turnwise.parts` packs them."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
-
-
-def pack_images(images: Sequence[Json]) -> bytes:
-    return json.dumps(images, separators=(",", ":")).encode()
-
-
-def placed_images(turn: Turn) -> list[Json]:
-    """Return the images in what a turn's prompt adds, each as the JSON of a `PlacedImage`."""
-    packed = turn.parts.get(IMAGES)
-    return [] if packed is None else json.loads(packed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from turnwise.json_text import dumps
-from turnwise.types import DEFAULT_POLICY, Json, Media, PolicyVersion, Turn
+from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, Turn
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 
@@ -132,7 +132,7 @@ class Call:
     """Whether the call names that policy as its model; otherwise it is its key's."""
     policy_version: PolicyVersion | None = None
     """The version that the call names as its model, as `NAME@VERSION`; None where it names none."""
-    images: Mapping[str, Media] = dataclasses.field(default_factory=dict)
+    images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The files that its messages name, by their digests."""
     media: Any = None
     """What takes care of its content that is not text, a `proxy.sessions.place.CallMedia`; None of a call of text."""

@@ -30,8 +30,9 @@ from proxy.sessions.forest import KnownTurn, encoded, ids_as_text
 from proxy.sessions.place import CallMedia, CallPlace
 from turnwise.engine_plugin.images import FIELD, RERENDERED
 from turnwise.errors import InvalidRequest, TooLarge
+from turnwise.features.images import IMAGES, Media, pack_images
 from turnwise.settings import Settings
-from turnwise.types import IMAGE_URL, IMAGES, Json, Media, TokenIds, image_digests, pack_images
+from turnwise.types import IMAGE_URL, Json, TokenIds, image_digests
 
 if TYPE_CHECKING:
     from proxy.services import Services

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from proxy.calls.steps import CallStep
 from turnwise.engine_plugin.supports import FIELD
-from turnwise.sampling import SUPPORT, TRUNCATING
+from turnwise.sampling import SUPPORT, TOOL_GRAMMAR, TRUNCATING
 from turnwise.settings import Settings
-from turnwise.types import TOOL_GRAMMAR, Json
+from turnwise.types import Json
 from turnwise.verify.engine import CHAT_ROUTE, enforces_strict_tools, most_alternatives
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from turnwise.client import Client
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.features import retention
 from turnwise.features.feedback import HINTS
-from turnwise.store import claims, experiences, groups, schema
+from turnwise.features.imported import imported_groups
+from turnwise.store import claims, experiences, schema
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import utc_now
@@ -46,7 +47,7 @@ def status_of_group(proxy: RunningProxy) -> tuple[str, int]:
 
 def feedback_groups(database: Database) -> list[list[Any]]:
     with database.read() as conn:
-        pks = groups.imported_groups(conn)
+        pks = imported_groups(conn)
         found = [experiences.experiences_of_groups(conn, [pk], with_imported=True) for pk in pks]
         return [list(map(chain_of, each)) for each in found]
 

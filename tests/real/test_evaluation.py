@@ -127,7 +127,7 @@ def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path
     playing.start()
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the command has started its child")
     if ended_by == "stop":
-        evaluation._stopped.set()
+        evaluation._process.stop()
     else:
         evaluation._settings = evaluation._settings.model_copy(update={"evaluation_seconds": 0.0})
     playing.join(WAIT_SECONDS)

@@ -38,6 +38,7 @@ from turnwise.features.advantages import with_advantages
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.features.images import IMAGES, pack_images
+from turnwise.features.imported import imported_groups
 from turnwise.features.labels import Label
 from turnwise.features.page import activity, overview, search
 from turnwise.features.page import updates as page_updates
@@ -447,7 +448,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "digests of an update": lambda c: updates.trained_digests(c, 1),
     "groups for the metrics": groups.unfinished_groups,
-    "imported groups": groups.imported_groups,
+    "imported groups": imported_groups,
     "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
     "open sessions with a reward": claims.num_open_with_reward,
     "a claim": lambda c: claim(c, min_policy_version=-1),

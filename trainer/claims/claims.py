@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from trainer.batch.chain import Chain
 from trainer.claims.holds import Detour, Hold, own
-from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgress, StopFlag, UpdateIds, outlast
+from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, Process, RunProgress, outlast
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
@@ -57,13 +57,12 @@ class Claims(Ledger):
         settings: TrainerSettings,
         *,
         policy: Policy | None = None,
-        update_ids: UpdateIds | None = None,
-        stopped: StopFlag | None = None,
+        process: Process | None = None,
         terms: Sequence[Term] = (),
         holds: Sequence[type[Hold[Any]]] = (),
     ) -> None:
         """Claim for one policy; the arguments but `holds` are those of `Ledger`."""
-        super().__init__(db, settings, policy=policy, update_ids=update_ids, stopped=stopped, terms=terms)
+        super().__init__(db, settings, policy=policy, process=process, terms=terms)
         self._with_imported = self.may_imitate and not settings.algorithm.needs_behaviour
         self._wait: Wait | None = None
         self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
@@ -86,7 +85,7 @@ class Claims(Ledger):
         """
         until = math.inf if seconds is None else time.monotonic() + seconds
         pause = min(0.02, POLL_SECONDS)
-        while not self.stopped.is_set():
+        while not self.process.is_stopped():
             is_first = at.num_batches == 0
             wait = self._wait = self._wait or Wait(self.settings, self.report_status, is_first=is_first)
             supply = self._supply(at)
@@ -97,13 +96,13 @@ class Claims(Ledger):
             self._is_blocked = supply.needs_person
             claim = None
             if wait.is_over(supply, held):
-                claim = outlast(self._claiming(self.settings.groups_per_batch, at), self.stopped)
+                claim = outlast(self._claiming(self.settings.groups_per_batch, at), self.process)
             if claim is not None:
                 self._wait = None
                 return self._held(claim, wait)
             if time.monotonic() >= until:
                 break
-            self.stopped.wait(pause)
+            self.process.wait(pause)
             pause = min(pause * 1.5, POLL_SECONDS)
         return None
 
@@ -112,10 +111,10 @@ class Claims(Ledger):
         if until > started:
             self._report(describe_refill(batch.claim, num_groups, self.settings))
         while self._supply(at).num_filled(self.settings) < num_groups:
-            if time.monotonic() >= until or self.stopped.is_set():
+            if time.monotonic() >= until or self.process.is_stopped():
                 break
-            self.stopped.wait(min(0.05, POLL_SECONDS))
-        more = None if self.stopped.is_set() else outlast(self._claiming(num_groups, at), self.stopped)
+            self.process.wait(min(0.05, POLL_SECONDS))
+        more = None if self.process.is_stopped() else outlast(self._claiming(num_groups, at), self.process)
         if more is None:
             self._report_training(batch.claim)
             return None

@@ -53,29 +53,36 @@ Kept: TypeAlias = Mapping[str, Sequence[Json]]
 NOTHING: Kept = {}
 
 
-class StopFlag:
-    """Is set once, by a signal handler or a thread, and ends waits.
+class Process:
+    """What the ledgers of one process have in common: the ids of its updates, and whether it is to stop.
 
-    `threading.Event` is not for signal handlers: one that runs while its own thread is inside of `Event.wait` may find
-    the event's lock held, and wait for it without an end.
+    A signal handler or a thread stops it, once, which ends waits. `threading.Event` is not for signal handlers: one
+    that runs while its own thread is inside of `Event.wait` may find the event's lock held, and wait for it without an
+    end.
     """
 
     def __init__(self) -> None:
-        self._is_set = False
+        self._is_stopped = False
+        self._last_update_id = 0
 
-    def set(self) -> None:
-        self._is_set = True
+    def stop(self) -> None:
+        self._is_stopped = True
 
-    def is_set(self) -> bool:
-        return self._is_set
+    def is_stopped(self) -> bool:
+        return self._is_stopped
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._is_set and (left := deadline - time.monotonic()) > 0:
+        while not self._is_stopped and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, LOOK_SECONDS))
 
+    def next_update_id(self, stored: int) -> int:
+        """Return the id after those that are stored and those that were given: batches are acknowledged later."""
+        self._last_update_id = max(self._last_update_id, stored) + 1
+        return self._last_update_id
 
-def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
+
+def outlast(operation: Callable[[], Result], process: Process) -> Result:
     """Return what an operation on the ledger returns; repeat it while the database is not available.
 
     Raises:
@@ -86,10 +93,10 @@ def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
         try:
             return operation()
         except StoreUnavailable as error:
-            if stopped.is_set() or error.is_permanent:
+            if process.is_stopped() or error.is_permanent:
                 raise
             log.warning("the database is not available, trying again in %.1f s: %s", pause, error)
-            stopped.wait(pause)
+            process.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
@@ -195,17 +202,6 @@ class ClaimedBatch:
         return {group: reason for group, reason in refused.items() if group in self.group_keys}
 
 
-class UpdateIds:
-    """The ids of updates, one after the other for all policies of a process: batches are acknowledged later."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def after(self, stored: int) -> int:
-        self._last = max(self._last, stored) + 1
-        return self._last
-
-
 class Ledger:
     """What the trainer of one policy reads, holds and records."""
 
@@ -218,24 +214,21 @@ class Ledger:
         settings: TrainerSettings,
         *,
         policy: Policy | None = None,
-        update_ids: UpdateIds | None = None,
-        stopped: StopFlag | None = None,
+        process: Process | None = None,
         terms: Sequence[Term] = (),
     ) -> None:
         """Use the ledger for a named policy, or None for the default one.
 
-        `update_ids` and `stopped` are those of all policies of this process, which share the store; None for one alone.
-        `terms` are asked about each chain that is read.
+        `process` is that of all policies of this process, which share the store; None for one alone. `terms` are asked
+        about each chain that is read.
         """
         self.db = db
         self.settings = settings
         self.policy = policy
         self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
-        self.stopped = stopped or StopFlag()
-        """Set once the trainer is to stop: nothing is waited for, and a batch in progress can still be acked."""
-        self._is_alone = update_ids is None
-        """Whether no other policy of this process uses the store and the flag."""
-        self._update_ids = update_ids or UpdateIds()
+        self.process = process or Process()
+        """Once it is to stop, nothing is waited for, and a batch in progress can still be acked."""
+        self._is_alone = process is None
         self._terms = terms
         self.holds: Sequence[Hold[Any]] = ()
         self._leases: dict[claims.Claim, Renewal] = {}
@@ -266,7 +259,7 @@ class Ledger:
             versions.adopt_base(conn, base)
 
     def stop(self) -> None:
-        self.stopped.set()
+        self.process.stop()
 
     def close(self) -> None:
         if self._is_alone:
@@ -286,14 +279,14 @@ class Ledger:
             with self.db.read() as conn:
                 return query(conn)
 
-        return outlast(read, self.stopped)
+        return outlast(read, self.process)
 
     def write(self, change: Callable[[Connection], None]) -> None:
         def write() -> None:
             with self.db.write() as conn:
                 change(conn)
 
-        outlast(write, self.stopped)
+        outlast(write, self.process)
 
     def hold(self, claim: claims.Claim, seconds: float) -> None:
         """Renew the lease of a claim from now on, for this number of seconds each time."""
@@ -366,7 +359,7 @@ class Ledger:
         return self.read(lambda conn: trainer_reports.kept_state(conn, self.policy_id))
 
     def next_update_id(self) -> int:
-        return self._update_ids.after(self.read(updates.last_update_id))
+        return self.process.next_update_id(self.read(updates.last_update_id))
 
     def publish(self, policy: PolicyVersion, came_from: Sequence[int] = ()) -> None:
         """Announce a version, or that its files are written; its groups stay claimed until `ack`.

@@ -70,7 +70,7 @@ class Evaluator:
     def __init__(self, ledger: Ledger, settings: EvaluationSettings) -> None:
         self._ledger = ledger
         self._db = ledger.db
-        self._stopped = ledger.stopped
+        self._process = ledger.process
         self._settings = settings
         self._command = list(settings.evaluation_command)
         self._counted: set[SessionKey] | None = None
@@ -97,7 +97,7 @@ class Evaluator:
             self._counted = {_key(one) for one in self._over()}
             self._wait_until_served(policy_version)
             is_partial = not self._play(policy_version)
-            if is_partial and self._stopped.is_set():
+            if is_partial and self._process.is_stopped():
                 return {}
         over = self._over()
         ended = [one for one in over if _key(one) not in (self._counted or ())]
@@ -132,13 +132,13 @@ class Evaluator:
 
     def _wait_until_served(self, version: int) -> None:
         deadline = time.monotonic() + SERVED_SECONDS
-        while time.monotonic() < deadline and not self._stopped.is_set():
+        while time.monotonic() < deadline and not self._process.is_stopped():
             with self._db.read() as conn:
                 policy = versions.get_version(conn, version)
                 pinned = serving.serving_state(conn, self._ledger.policy_id).pinned_version
             if policy.status not in COMING or pinned not in (None, version):
                 return
-            self._stopped.wait(POLL_SECONDS)
+            self._process.wait(POLL_SECONDS)
         log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
 
     def _play(self, version: int) -> bool:
@@ -157,11 +157,11 @@ class Evaluator:
         started = time.monotonic()
         try:
             while process.poll() is None:
-                if self._stopped.is_set():
+                if self._process.is_stopped():
                     return "the trainer stops"
                 if time.monotonic() - started > (limit := self._settings.evaluation_seconds):
                     return f"it ran longer than {limit:g} s (evaluation_seconds); its result is partial"
-                self._stopped.wait(POLL_SECONDS)
+                self._process.wait(POLL_SECONDS)
         finally:
             process.terminate()
         return None

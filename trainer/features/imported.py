@@ -18,7 +18,7 @@ from trainer.batch.selection import Mixed, Selection
 from trainer.claims.holds import Beside
 from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
-from turnwise.store import groups
+from turnwise.features.imported import imported_groups
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Imported(Beside[TrainerSettings]):
 
     def _drawn(self, at: RunProgress) -> list[Chain]:
         rng = np.random.default_rng([at.seed, at.num_batches, _DRAW])
-        stored = self._ledger.read(lambda conn: groups.imported_groups(conn, self._ledger.policy_id))
+        stored = self._ledger.read(lambda conn: imported_groups(conn, self._ledger.policy_id))
         drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:NUM_GROUPS])]
         return self._ledger.experiences_of(drawn, with_imported=True)
 

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from trainer.claims.claims import Claims
 from trainer.claims.holds import Beside, Hold
-from trainer.claims.ledger import RunProgress, StopFlag, UpdateIds
+from trainer.claims.ledger import Process, RunProgress
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.heads import Head, Reference
@@ -59,9 +59,8 @@ class Shared:
     db: Database
     model: Policy
     """They train adapters of it, in turns (`State.enter`)."""
-    update_ids: UpdateIds | None = None
-    stopped: StopFlag | None = None
-    """Both None for one policy alone."""
+    process: Process | None = None
+    """None for one policy alone."""
     first: dict[type[Beside[Any]], Beside[Any]] = dataclasses.field(default_factory=dict)
     """What stands beside the first policy."""
 
@@ -78,8 +77,7 @@ def make_parts(
         shared.db,
         settings,
         policy=policy,
-        update_ids=shared.update_ids,
-        stopped=shared.stopped,
+        process=shared.process,
         terms=shared.model.terms,
         holds=features.holds,
     )
@@ -173,11 +171,9 @@ class Policies:
         """
         self._settings = settings
         self._features = features
-        self._stopped = StopFlag()
+        self._process = Process()
         db = Database(settings.database.get_secret_value())
-        self._shared = Shared(
-            db=db, model=Policy(settings, features.terms), update_ids=UpdateIds(), stopped=self._stopped
-        )
+        self._shared = Shared(db=db, model=Policy(settings, features.terms), process=self._process)
         self.trainings: list[Training] = []
         self._looked_at = -LOOK_SECONDS
         self._trained: dict[int, Trained] = {}
@@ -197,7 +193,7 @@ class Policies:
         """
         self._begin(DEFAULT_POLICY, self._default)
         pause = SHORTEST_PAUSE_SECONDS
-        while not self._default.learner.world.from_first(self._stopped.is_set):
+        while not self._default.learner.world.from_first(self._process.is_stopped):
             self._look_for_policies()
             active = {n: one for n, one in self._trained.items() if not one.training.is_done(one.state)}
             if not active:
@@ -214,17 +210,17 @@ class Policies:
             if num_batches:
                 pause = SHORTEST_PAUSE_SECONDS
             elif len(active) > 1:
-                self._stopped.wait(pause)
+                self._process.wait(pause)
                 pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
         for number, one in list(self._trained.items()):
             with self._set_aside_on_error(number, one.training):
                 one.state.enter()
                 one.training.commits.flush(one.state)
-        if self._errors and not self._stopped.is_set():
+        if self._errors and not self._process.is_stopped():
             raise next(iter(self._errors.values()))
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._process.stop()
 
     def close(self) -> None:
         for training in self.trainings[::-1]:  # the default policy's last: it holds what the others send
@@ -271,7 +267,7 @@ class Policies:
         for number in (self._trained.keys() | self._errors.keys()) - found.keys() - {DEFAULT_POLICY}:
             self._leave(number, is_deleted=number not in stored)
         for number, policy in found.items():
-            if number not in self._trained and number not in self._errors and not self._stopped.is_set():
+            if number not in self._trained and number not in self._errors and not self._process.is_stopped():
                 self._names[number] = policy.name
                 log.info("policy %r has the number %d", policy.name, number)
                 self._begin(number, self._training(policy))

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import sqlalchemy as sa
@@ -21,7 +21,7 @@ from turnwise.parts import Keys, Part
 from turnwise.store.extensions import Extension
 from turnwise.store.schema import ROWS_AT_ONCE, index, metadata, sessions
 from turnwise.store.statements import insert_new_rows, is_among
-from turnwise.types import IMAGE_URL, IMAGES, Json, Media, Turn, image_digests, pack_images, placed_images
+from turnwise.types import IMAGE_URL, Json, Turn, image_digests
 
 if TYPE_CHECKING:
     from turnwise.store.rows import StoredRow
@@ -30,6 +30,8 @@ SHOWN = (
     "The images in `prompt_delta`, in order, each as a `PlacedImage`; None without one, or if their places are not "
     "known."
 )
+IMAGES = "images"
+"""The part of a turn that has the places of its images."""
 NAMED_IMAGE = f'"url":"{IMAGE_URL}'
 """Text that the JSON of messages with images has."""
 SWEPT_AT_ONCE = 20
@@ -83,6 +85,13 @@ class PlacedImage:
 
     def as_json(self) -> Json:
         return {name: getattr(self, name) for name in ("digest", "offset", "length", "runs", "processor", "pixels")}
+
+
+class Media(NamedTuple):
+    """An image's file."""
+
+    media_type: str
+    content: bytes
 
 
 class Images(Part):
@@ -181,6 +190,16 @@ def add_media(conn: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         found = sorted(digest for digest in digests if (tenant, digest) in present)
         links = [{"session_pk": row["session_pk"], "digest": digest, "tenant": tenant} for digest in found]
         insert_new_rows(conn, session_media, links, "1")
+
+
+def pack_images(images: Sequence[Json]) -> bytes:
+    return json.dumps(images, separators=(",", ":")).encode()
+
+
+def placed_images(turn: Turn) -> list[Json]:
+    """Return the images in what a turn's prompt adds, each as the JSON of a `PlacedImage`."""
+    packed = turn.parts.get(IMAGES)
+    return [] if packed is None else json.loads(packed)
 
 
 def read_media(

@@ -24,7 +24,7 @@ from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import groups, sessions, turns
 from turnwise.store.selection import LockedSession
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
-from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Session, SessionKey, SessionStatus, utc_now
+from turnwise.types import IMPORT, GroupKey, GroupStatus, Session, SessionKey, SessionStatus, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -112,15 +112,6 @@ def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
 
 def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
     return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
-
-
-def imported_groups(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> list[int]:
-    """Return the keys of a policy's complete groups of imported sessions, oldest first, without dropped groups."""
-    unusable = (GroupStatus.OPEN.value, GroupStatus.DROPPED.value)
-    wanted = sa.select(groups.c.group_pk).where(
-        groups.c.imported == 1, groups.c.policy_id == policy_id, groups.c.status.not_in(unusable)
-    )
-    return list(conn.execute(wanted.order_by(groups.c.group_pk)).scalars())
 
 
 def _is_group(tenant: str, group_id: str) -> tuple[sa.ColumnElement[bool], ...]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import EngineUnavailable
-from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT
-from turnwise.types import TOOL_GRAMMAR, Json
+from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT, TOOL_GRAMMAR
+from turnwise.types import Json
 
 MINIMUM_VLLM = "0.32"
 """The oldest vLLM release that meets all requirements."""

@@ -22,12 +22,12 @@ from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.errors import Conflict, NotFound
-from turnwise.features.images import read_media
+from turnwise.features.images import placed_images, read_media
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn, image_digests, placed_images
+from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn, image_digests
 from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
 router = APIRouter(route_class=CheckedRoute, tags=["sessions"])

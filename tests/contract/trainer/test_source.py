@@ -16,7 +16,7 @@ from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims
-from trainer.claims.ledger import RunProgress, StopFlag, outlast
+from trainer.claims.ledger import Process, RunProgress, outlast
 from trainer.features import FEATURES, Settings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
@@ -163,19 +163,19 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
 
 def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
     """Here the connection is read-only, as with a file that the trainer may not write."""
-    stopped, num_calls = StopFlag(), 0
+    process, num_calls = Process(), 0
 
     def write() -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
-            stopped.set()
+            process.stop()
         with ledger.write() as connection:
             connection.exec_driver_sql("PRAGMA query_only = 1")
             versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
 
     with pytest.raises(StoreUnavailable, match="readonly"):
-        outlast(write, stopped)
+        outlast(write, process)
     assert num_calls == 1
 
 

@@ -25,8 +25,9 @@ from trainer.features.replay import Entry, ReplayBuffer, read_buffer
 from trainer.workflows import OffPolicyWorkflow
 from turnwise.errors import StoreUnavailable
 from turnwise.features import retention
+from turnwise.features.imported import imported_groups
 from turnwise.features.page import updates as page_updates
-from turnwise.store import claims, experiences, groups, schema, trainer_reports, updates
+from turnwise.store import claims, experiences, schema, trainer_reports, updates
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import name_digest
@@ -290,7 +291,7 @@ def test_imported_replies_are_imitated_beside_the_policy_loss(tmp_path, model, l
     assert logprob(tmp_path / "policies" / "v000001", WANTED) > logprob(model, WANTED) + 0.01
     with database.read() as conn:
         assert (claims.num_claimable(conn), claims.num_claimable(conn, with_imported=True)) == ((0, 0), (2, 0))
-        pairs = list(experiences.experiences_of_groups(conn, groups.imported_groups(conn), with_imported=True))
+        pairs = list(experiences.experiences_of_groups(conn, imported_groups(conn), with_imported=True))
     assert [[update.update_id for update in one.trained_in] for one in pairs] == [[1], [], [1], []]
     database.close()
 

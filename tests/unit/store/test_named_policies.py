@@ -14,6 +14,7 @@ from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.features import advantages, arms, consent, gate, policies, retention, rewinds, sentinels, transfers
 from turnwise.features.consent import ConsentMark, ConsentOf
+from turnwise.features.imported import imported_groups
 from turnwise.features.page import overview
 from turnwise.features.page import updates as page_updates
 from turnwise.store import (
@@ -310,7 +311,7 @@ def test_sessions_are_compared_within_their_policy(database, two):
         assert [one.session_id for one in sentinels.live_sessions(conn, 9, b)] == ["of-b"]
         named = {policy_id: gate.regression_set(conn, 9, [], roles=[], policy_id=policy_id)[1] for policy_id in two}
         assert [list(named[policy_id]) for policy_id in two] == [[], [("default", "held-out-of-b")]]
-        assert groups.imported_groups(conn, a) == []
+        assert imported_groups(conn, a) == []
 
 
 def test_the_deletion_of_a_tenant_removes_its_policies_and_their_files(database, two, tmp_path):

@@ -28,8 +28,8 @@ import cachetools
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT
-from turnwise.types import TOOL_GRAMMAR, Json
+from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT, TOOL_GRAMMAR
+from turnwise.types import Json
 
 ANY_OBJECT = '{"type": "object"}'
 THINK, END_THINK = "<think>", "</think>"
