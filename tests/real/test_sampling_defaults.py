@@ -14,7 +14,7 @@ from proxy.engines.checks import find_sampling_defaults
 from proxy.engines.engine import Engine
 from turnwise.errors import EngineUnsuitable
 from turnwise.processes.installation import Severity, engine_findings
-from turnwise.types import TOOL_GRAMMAR
+from turnwise.sampling import TOOL_GRAMMAR
 from turnwise.verify.engine import logprobs_request, read_logprobs, read_sampling_defaults
 
 GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 0}
