@@ -16,7 +16,7 @@ from typing import Any
 from proxy.calls import capture
 from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.calls.retries import Retries
-from proxy.calls.steps import Steps
+from proxy.calls.steps import EVERY_CALL, Steps
 from proxy.engines.engine import Lane
 from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
 from proxy.engines.pool import EnginePool
@@ -117,8 +117,8 @@ class Relay:
         except asyncio.CancelledError as error:  # by the server, when it stops and its drain time is over
             raise ProxyUnavailable(STOPPING) from error
         finally:
-            for kind, step in self._steps.received:
-                if kind in running.kept:
+            for marks, step in self._steps.received:
+                if not marks.isdisjoint(running.kept):
                     step(running)
             if running.lane is not None:
                 self._pool.release(running.lane)
@@ -191,9 +191,9 @@ class Relay:
         while True:
             if call.media is not None:
                 call.media.sent(call, place, lane.engine.url)
-            found = {*call.body, *call.notes, *lane.engine.defaults, *lane.engine.gives}
+            found = {EVERY_CALL, *call.body, *call.notes, *lane.engine.defaults, *lane.engine.gives}
             for marks, step in self._steps.sent:
-                if marks is None or not marks.isdisjoint(found):
+                if not marks.isdisjoint(found):
                     step(running)
             try:
                 return await lane.engine.sample(call, place, lane.model, headers)
@@ -268,8 +268,8 @@ class Relay:
         """
         place, metrics = running.place, self._metrics
         running.num_prompt_tokens = turns[0].prompt_length
-        for kind, step in self._steps.built:
-            if kind in running.kept:
+        for marks, step in self._steps.built:
+            if not marks.isdisjoint(running.kept):
                 step(running, turns)
         self._faults.point("before_commit")
         is_first = await self._append(running, turns)

@@ -23,17 +23,21 @@ if TYPE_CHECKING:
     from turnwise.types import Session
 
 
+EVERY_CALL, WITH_KEY = "every call", "with a key"
+"""Marks of calls: of all, and of those whose caller has a key."""
+
+
 class CallStep:
-    """One feature's part in every call. What it keeps of one is `running.kept` under its class."""
+    """One feature's part in calls. What it keeps of one is `running.kept` under its class."""
 
     columns: tuple[Column, ...] = ()
     """What lists show besides while it is on."""
     dialects: ClassVar[frozenset[str]] = frozenset(each.name for each in DIALECTS)
     """Whose calls it is `asked` of."""
-    marks: ClassVar[frozenset[Any] | None] = None
-    """A call is `asked` of it, or `sent`, only where it has one of these, if any are set: when it is asked names of
-    headers and metadata; when it is sent names of request fields, notes, the engine's defaults and parts that it
-    gives."""
+    marks: frozenset[Any] = frozenset({EVERY_CALL})
+    """It takes calls that have one of these: `EVERY_CALL`; when they are `admitted` `WITH_KEY`; when they are `asked`
+    names of headers and metadata; when they are `sent` names of request fields, notes, the engine's defaults and parts
+    that it gives. From `built` on it takes those of which it keeps something."""
     session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
     """Fields of a new session that it serves, each with what raises a `ValueError` at a value that it refuses."""
     counters: ClassVar[Mapping[str, Counted]] = {}
@@ -41,8 +45,6 @@ class CallStep:
     unpacked: ClassVar[Mapping[str, Counted]] = {}
     """Its metrics of turns that are stored without a part of this name, labelled with the reason."""
 
-    takes_open = True
-    """Whether callers without a key are `admitted` by it."""
     rows: tuple[MakeRowStep, ...] = ()
     """What it does with rows of turns in the writing process."""
 
@@ -81,7 +83,8 @@ class CallStep:
         """Take a call after its last byte, however far it came: also one that was refused or repeated an answer."""
 
 
-Marks: TypeAlias = frozenset[Any] | None
+Meant: TypeAlias = "list[tuple[frozenset[Any], Any]]"
+"""The steps of one place, each with the marks of the calls that it takes."""
 StepT = TypeVar("StepT", bound=CallStep)
 
 
@@ -101,10 +104,10 @@ class Steps:
         self.rows = tuple(make for step in self._on for make in step.rows)
         self.session_fields = {name: check for step in self._on for name, check in step.session_fields.items()}
         self.columns = [column for step in self._on for column in step.columns]
-        self.admitted = [(each.__self__.takes_open, each) for each in self._overridden(lambda kind: kind.admitted)]
+        self.admitted = self._marked(self._overridden(lambda kind: kind.admitted))
         self.entering = self._overridden(lambda kind: kind.entering)
         self.denied = self._overridden(lambda kind: kind.denied)
-        self.sent = [(each.__self__.marks, each) for each in self._overridden(lambda kind: kind.sent)]
+        self.sent = self._marked(self._overridden(lambda kind: kind.sent))
         self.built = self._kept(lambda kind: kind.built)
         self.received = self._kept(lambda kind: kind.received)
         self.ended = self._kept(lambda kind: kind.ended)
@@ -113,14 +116,16 @@ class Steps:
         """Return the steps' own versions of a method."""
         return [method(step) for step in self._on if method(type(step)) is not method(CallStep)]
 
-    def _kept(self, method: Callable[[Any], Any]) -> list[tuple[type[CallStep], Any]]:
-        """Return the same, each with the class under which the step keeps something of a call."""
-        return [(type(each.__self__), each) for each in self._overridden(method)]
+    def _marked(self, steps: Iterable[Any]) -> Meant:
+        return [(each.__self__.marks, each) for each in steps]
 
-    def asked_in(self, dialect: str) -> list[tuple[Marks, Any]]:
-        """Return the steps of calls of one dialect that were read, each with its marks."""
-        own = [step for step in self._overridden(lambda kind: kind.asked) if dialect in step.__self__.dialects]
-        return [(step.__self__.marks, step) for step in own]
+    def _kept(self, method: Callable[[Any], Any]) -> Meant:
+        return [(frozenset({type(each.__self__)}), each) for each in self._overridden(method)]
+
+    def asked_in(self, dialect: str) -> Meant:
+        """Return the steps of calls of one dialect that were read."""
+        steps = self._overridden(lambda kind: kind.asked)
+        return self._marked(each for each in steps if dialect in each.__self__.dialects)
 
     def of(self, kind: type[StepT]) -> StepT:
         """Return the step of a feature that is on."""

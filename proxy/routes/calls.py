@@ -23,6 +23,7 @@ from proxy.auth import OPEN, Principal
 from proxy.calls.capture import NOT_YET, Running
 from proxy.calls.earlier import read_turns
 from proxy.calls.retries import Attempt, request_digest
+from proxy.calls.steps import EVERY_CALL, WITH_KEY
 from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
 from proxy.dialects.registry import SESSION_PREFIX
 from proxy.engines.engine import Engine
@@ -176,8 +177,9 @@ async def admit(services: Services, running: Running) -> None:
     running.is_admitted = True
     services.num_calls += 1
     services.idle.clear()
-    for takes_open, step in services.steps.admitted:
-        if takes_open or running.principal.root_key_id != OPEN:
+    found = (EVERY_CALL,) if running.principal.root_key_id == OPEN else (EVERY_CALL, WITH_KEY)
+    for marks, step in services.steps.admitted:
+        if not marks.isdisjoint(found):
             await step(running)
 
 
@@ -195,8 +197,8 @@ def end(services: Services, running: Running) -> None:
         services.num_calls -= 1
         if not services.num_calls:
             services.idle.set()
-    for kind, step in services.steps.ended:
-        if kind in running.kept:
+    for marks, step in services.steps.ended:
+        if not marks.isdisjoint(running.kept):
             step(running)
 
 
@@ -273,9 +275,9 @@ class SampleEndpoint(Endpoint):
         reply.call = running.call = call
         call.is_retry = is_marked
         await self._choose_policy(call, principal)
-        found = {*headers, *(call.body.get("metadata") or ())}
+        found = {EVERY_CALL, *headers, *(call.body.get("metadata") or ())}
         for marks, step in self._asked:
-            if marks is None or not marks.isdisjoint(found):
+            if not marks.isdisjoint(found):
                 await step(running)
         attempt = await services.retries.begin(call, principal, digest, running.left)
         if attempt.answer is not None:

@@ -293,7 +293,7 @@ def _withdrawn_feedback(conn: sa.Connection) -> None:
     feedback.withdraw(conn, thumb, retrain=True)
 
 
-def changed(conn: sa.Connection, change: groups.Change) -> list[str]:
+def changed(conn: sa.Connection, change: groups.GroupChange) -> list[str]:
     return change.make(conn) if change.is_due(conn) else []
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from trainer.batch.chain import Chain
 from trainer.claims.holds import Detour, Hold, own
-from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, Process, RunProgress, outlast
+from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgress, TrainerProcess, outlast
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
@@ -57,7 +57,7 @@ class Claims(Ledger):
         settings: TrainerSettings,
         *,
         policy: Policy | None = None,
-        process: Process | None = None,
+        process: TrainerProcess | None = None,
         terms: Sequence[Term] = (),
         holds: Sequence[type[Hold[Any]]] = (),
     ) -> None:
@@ -217,7 +217,7 @@ class Claims(Ledger):
                 return dataclasses.replace(supply, held=why, needs_person=hold.needs_person)
         return supply
 
-    def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.Change]:
+    def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.GroupChange]:
         settings, changes = self.settings, []
         if settings.stalled_seconds is not None:
             idle_before = self._idle_clock.earliest(now, timedelta(seconds=settings.stalled_seconds))

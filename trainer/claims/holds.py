@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.model.agent import PolicyAgent
 from turnwise.store.database import Connection
-from turnwise.store.groups import Change
+from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
 from turnwise.types import Json
 
@@ -57,7 +57,7 @@ class Hold(Generic[Given]):
     def is_on(cls, settings: Given) -> bool:  # noqa: ARG003  for subclasses
         return True
 
-    def changes(self, conn: Connection, state: ServingState) -> list[Change]:  # noqa: ARG002  for subclasses
+    def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:  # noqa: ARG002  for subclasses
         """Return what must change in the store before groups are counted."""
         return []
 

@@ -53,7 +53,7 @@ Kept: TypeAlias = Mapping[str, Sequence[Json]]
 NOTHING: Kept = {}
 
 
-class Process:
+class TrainerProcess:
     """What the ledgers of one process have in common: the ids of its updates, and whether it is to stop.
 
     A signal handler or a thread stops it, once, which ends waits. `threading.Event` is not for signal handlers: one
@@ -82,7 +82,7 @@ class Process:
         return self._last_update_id
 
 
-def outlast(operation: Callable[[], Result], process: Process) -> Result:
+def outlast(operation: Callable[[], Result], process: TrainerProcess) -> Result:
     """Return what an operation on the ledger returns; repeat it while the database is not available.
 
     Raises:
@@ -214,7 +214,7 @@ class Ledger:
         settings: TrainerSettings,
         *,
         policy: Policy | None = None,
-        process: Process | None = None,
+        process: TrainerProcess | None = None,
         terms: Sequence[Term] = (),
     ) -> None:
         """Use the ledger for a named policy, or None for the default one.
@@ -226,7 +226,7 @@ class Ledger:
         self.settings = settings
         self.policy = policy
         self.policy_id = DEFAULT_POLICY if policy is None else policy.policy_id
-        self.process = process or Process()
+        self.process = process or TrainerProcess()
         """Once it is to stop, nothing is waited for, and a batch in progress can still be acked."""
         self._is_alone = process is None
         self._terms = terms

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from trainer.claims.claims import Claims
 from trainer.claims.holds import Beside, Hold
-from trainer.claims.ledger import Process, RunProgress
+from trainer.claims.ledger import RunProgress, TrainerProcess
 from trainer.model.agent import PolicyAgent
 from trainer.model.critic import Critic
 from trainer.model.heads import Head, Reference
@@ -59,7 +59,7 @@ class Shared:
     db: Database
     model: Policy
     """They train adapters of it, in turns (`State.enter`)."""
-    process: Process | None = None
+    process: TrainerProcess | None = None
     """None for one policy alone."""
     first: dict[type[Beside[Any]], Beside[Any]] = dataclasses.field(default_factory=dict)
     """What stands beside the first policy."""
@@ -171,7 +171,7 @@ class Policies:
         """
         self._settings = settings
         self._features = features
-        self._process = Process()
+        self._process = TrainerProcess()
         db = Database(settings.database.get_secret_value())
         self._shared = Shared(db=db, model=Policy(settings, features.terms), process=self._process)
         self.trainings: list[Training] = []

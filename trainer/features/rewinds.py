@@ -21,7 +21,7 @@ from turnwise.features import rewinds
 from turnwise.settings import Settings
 from turnwise.store import claims
 from turnwise.store.database import Connection
-from turnwise.store.groups import Change
+from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class GivenUp:
 class Rewinds(Hold[TrainerSettings]):
     """Goes back to the weights before versions that failed or were undone, and heeds a pin."""
 
-    def changes(self, conn: Connection, state: ServingState) -> list[Change]:
+    def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:
         of, held = self._ledger.policy_id, self._ledger.held_groups
         undone = rewinds.undone(state)
         return [claims.drop_sampled_by(conn, undone, of, held=held)] if undone else []

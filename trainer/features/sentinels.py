@@ -29,7 +29,7 @@ from turnwise.statistics import intervals
 from turnwise.statistics.confidence import AnyTime
 from turnwise.store import claims, serving, versions
 from turnwise.store.database import Connection
-from turnwise.store.groups import Change
+from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
 
@@ -103,7 +103,7 @@ class Sentinels(Hold[SentinelSettings]):
         super().__init__(ledger)
         self._watched_at = -math.inf
 
-    def changes(self, conn: Connection, state: ServingState) -> list[Change]:
+    def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:
         alarmed, of = sentinels.alarmed_versions(conn, state.active), self._ledger.policy_id
         return [claims.drop_sampled_by(conn, alarmed, of, held=self._ledger.held_groups)] if alarmed else []
 

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
-from turnwise.store.groups import OPEN_WITH_REWARD, Change, drop
+from turnwise.store.groups import OPEN_WITH_REWARD, GroupChange, drop
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import groups, sessions, turns, updates
 from turnwise.store.selection import has_policy
@@ -164,7 +164,7 @@ def claim(
 
 def drop_sampled_by(
     conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY, *, held: Collection[int] = ()
-) -> Change:
+) -> GroupChange:
     """Drop the groups of a policy that could be claimed and that these versions sampled; `held` as for `claim`."""
     first = groups.c.policy_version_first
     wanted = sa.and_(

@@ -47,7 +47,7 @@ OPEN_WITH_REWARD = sa.and_(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class GroupChange:
     """A change of all groups that fulfil a condition. A wait repeats it, so it is read first and seldom written."""
 
     wanted: sa.ColumnElement[bool]
@@ -73,7 +73,7 @@ def stalled(
     inactive_since: datetime.datetime,
     policy: Literal["train", "drop"] = "train",
     now: datetime.datetime | None = None,
-) -> Change:
+) -> GroupChange:
     """Close the open groups without activity since then: make them ready with their finished sessions, or drop them.
 
     With `train`, a group without a finished session stays open, because its rewards may still arrive.
@@ -88,10 +88,10 @@ def stalled(
     # the sum the databases search by `num_finished`, not by `last_active_at`, and pass over them.
     wanted = sa.and_(is_open, groups.c.num_finished > 0, groups.c.last_active_at + 0 < since, ~active)
     done = "%d groups without activity for `stalled_seconds` are trained without their missing sessions"
-    return Change(wanted, _ready("stalled", now), done)
+    return GroupChange(wanted, _ready("stalled", now), done)
 
 
-def unrewarded(ended_before: datetime.datetime, now: datetime.datetime | None = None) -> Change:
+def unrewarded(ended_before: datetime.datetime, now: datetime.datetime | None = None) -> GroupChange:
     """Make the open groups ready whose sessions all ended before then, one with a reward and others without."""
     is_awaited = sa.or_(sessions.c.status == SessionStatus.OPEN.value, sessions.c.ended_at >= to_micros(ended_before))
     # A count is taken group by group; NOT EXISTS would become a join that reads all sessions.
@@ -103,11 +103,11 @@ def unrewarded(ended_before: datetime.datetime, now: datetime.datetime | None = 
         num_awaited.scalar_subquery() == 0,
     )
     done = "%d groups are trained without sessions that ended without a reward"
-    return Change(wanted, _ready("unrewarded", now), done)
+    return GroupChange(wanted, _ready("unrewarded", now), done)
 
 
-def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> Change:
-    return Change(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
+def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> GroupChange:
+    return GroupChange(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
 
 
 def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from proxy.auth import OPEN
-from proxy.calls.steps import CallStep
+from proxy.calls.steps import WITH_KEY, CallStep
 from proxy.features.limits.bodies import Bodies
 from proxy.features.limits.budgets import Budgets
 from proxy.features.limits.calls import Limits, Scope
@@ -28,7 +28,8 @@ class CallLimits(CallStep):
         if settings.queue_seconds:
             services.max_calls = math.inf
         self.budgets = Budgets(settings, services.database, services.writer, services.metrics)
-        self.takes_open = self._limits.are_set or self.budgets.are_set
+        if not (self._limits.are_set or self.budgets.are_set):
+            self.marks = frozenset({WITH_KEY})
         services.closing.append(self.budgets.close)
         services.open_body = Bodies(settings.max_body_bytes).open
         self.columns = (TOKENS_USED._replace(read=used_tokens(self.budgets.since_day)),)

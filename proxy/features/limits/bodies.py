@@ -23,12 +23,12 @@ class _Share:
     def __init__(self, most: int) -> None:
         self.most = most
         self.num_bytes = 0
-        self.arriving: dict[Body, None] = {}
+        self.arriving: dict[ArrivingBody, None] = {}
         """Bodies that are not whole, the oldest first."""
         self.num_bodies = 0
 
 
-class Body(BodyMemory):
+class ArrivingBody(BodyMemory):
     """The memory of one body."""
 
     def __init__(self, bodies: Bodies, shares: list[_Share]) -> None:
@@ -76,7 +76,7 @@ class Bodies:
         """Set when a body became whole or left, and replaced by another one."""
         self._shares: dict[tuple[str, ...], _Share] = {}
 
-    def open(self, tenant: str, key_id: str, headers: dict[bytes, bytes]) -> Body:
+    def open(self, tenant: str, key_id: str, headers: dict[bytes, bytes]) -> ArrivingBody:
         """Return the memory of a body that is about to be read.
 
         Raises:
@@ -87,7 +87,7 @@ class Bodies:
             raise TooLarge(f"the request body has {num_bytes} bytes; the limit is {self.longest}, send less")
         names = ((), ALL_BODIES), ((tenant,), TENANT_BODIES), ((tenant, key_id), KEY_BODIES)
         shares = [self._shares.setdefault(name, _Share(number * self.longest)) for name, number in names]
-        body = Body(self, shares)
+        body = ArrivingBody(self, shares)
         for share in shares:
             share.num_bodies += 1
             share.arriving[body] = None

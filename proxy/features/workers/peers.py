@@ -43,7 +43,7 @@ class WorkerFailed(NamedTuple):
     error: TurnwiseError
 
 
-class Change(NamedTuple):
+class Announced(NamedTuple):
     """What one worker has changed: a name of `proxy.services.Services.changes`, which others follow, and of what."""
 
     name: str
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 class Awaited(NamedTuple):
     """A change that the other workers confirm."""
 
-    change: Change
+    change: Announced
     receipt: str
 
 
@@ -75,20 +75,20 @@ class Peers:
         """Set when all other workers have confirmed, by the receipt."""
         self._applying: set[asyncio.Task[None]] = set()
 
-    async def connect(self, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
+    async def connect(self, apply: Callable[[Announced], Coroutine[Any, Any, None]]) -> None:
         """Receive the changes of other workers from now on; they are applied in their order."""
         if self._link is None:
             return
         loop = asyncio.get_running_loop()
 
-        async def apply_and_confirm(message: Change | Awaited) -> None:
+        async def apply_and_confirm(message: Announced | Awaited) -> None:
             if not isinstance(message, Awaited):
                 await apply(message)
                 return
             await apply(message.change)
             self.announce(Confirmed(message.receipt))
 
-        def take(message: Change | Awaited | Confirmed) -> None:
+        def take(message: Announced | Awaited | Confirmed) -> None:
             if isinstance(message, Confirmed):
                 if message.receipt in self._confirmed:
                     self._confirmed[message.receipt].set()
@@ -110,12 +110,12 @@ class Peers:
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def announce(self, message: Change | Awaited | Confirmed | WorkerReady) -> None:
+    def announce(self, message: Announced | Awaited | Confirmed | WorkerReady) -> None:
         """Send a change to all other workers, or a report to the parent."""
         if self._transport is not None:
             self._transport.writelines(frame(message))
 
-    async def confirm(self, change: Change, seconds: float) -> None:
+    async def confirm(self, change: Announced, seconds: float) -> None:
         """Send a change to all other workers, and wait so long until those that serve have applied it."""
         if self._transport is None:
             return

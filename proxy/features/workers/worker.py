@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy.features.workers.affinity import SessionAffinity
 from proxy.features.workers.parent import listening_sockets
-from proxy.features.workers.peers import Change, Peers, WorkerReady, WorkerSetup
+from proxy.features.workers.peers import Announced, Peers, WorkerReady, WorkerSetup
 from proxy.services import Beside, Process, Services
 from proxy.writer.frames import receive
 from turnwise.errors import TurnwiseError
@@ -73,16 +73,16 @@ class Worker(Process):
             )
             self.hand_over = self._affinity.hand_over
 
-        async def apply(change: Change) -> None:
+        async def apply(change: Announced) -> None:
             await changes[change.name](*change.of)
 
         await self._peers.connect(apply)
 
     def tell(self, change: str, *of: str) -> None:
-        self._peers.announce(Change(change, of))
+        self._peers.announce(Announced(change, of))
 
     async def confirm(self, seconds: float, change: str, *of: str) -> None:
-        await self._peers.confirm(Change(change, of), seconds)
+        await self._peers.confirm(Announced(change, of), seconds)
 
     def started(self, make_protocol: Callable[[bytes], LimitedHttp]) -> None:
         if self._affinity is not None:

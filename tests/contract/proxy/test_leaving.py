@@ -14,7 +14,7 @@ from proxy.calls import relay
 from proxy.calls.retries import Retries
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
-from proxy.features.limits.bodies import Body
+from proxy.features.limits.bodies import ArrivingBody
 from proxy.http.connections import LEFT
 from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer
@@ -79,7 +79,7 @@ def test_a_retry_does_not_wait_for_the_first_call_after_its_client_has_left(http
     ],
 )
 def test_a_request_does_not_wait_for_the_memory_of_its_body_after_its_client_has_left(http, monkeypatch, path, body):
-    monkeypatch.setattr(Body, "_fits", lambda *_: False)
+    monkeypatch.setattr(ArrivingBody, "_fits", lambda *_: False)
     assert http.post(path, json=body, headers=LEAVES).status_code == 499
 
 

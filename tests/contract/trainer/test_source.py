@@ -16,7 +16,7 @@ from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule
 from trainer.claims.claims import Claims
-from trainer.claims.ledger import Process, RunProgress, outlast
+from trainer.claims.ledger import RunProgress, TrainerProcess, outlast
 from trainer.features import FEATURES, Settings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
@@ -163,7 +163,7 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
 
 def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
     """Here the connection is read-only, as with a file that the trainer may not write."""
-    process, num_calls = Process(), 0
+    process, num_calls = TrainerProcess(), 0
 
     def write() -> None:
         nonlocal num_calls

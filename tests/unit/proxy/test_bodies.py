@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.features.limits.bodies import ALL_BODIES, KEY_BODIES, TENANT_BODIES, Bodies, Body
+from proxy.features.limits.bodies import ALL_BODIES, KEY_BODIES, TENANT_BODIES, ArrivingBody, Bodies
 from proxy.http import asgi
 from proxy.http.asgi import read_body
 from turnwise.errors import TooLarge, TooSlow
@@ -14,7 +14,7 @@ from turnwise.errors import TooLarge, TooSlow
 LONGEST = 100
 
 
-async def added(body: Body, num_bytes: int) -> asyncio.Task[None]:
+async def added(body: ArrivingBody, num_bytes: int) -> asyncio.Task[None]:
     """Begin to add bytes; return the task after it had time to end."""
     task = asyncio.create_task(body.add(num_bytes))
     for _ in range(3):
@@ -22,7 +22,7 @@ async def added(body: Body, num_bytes: int) -> asyncio.Task[None]:
     return task
 
 
-def declared(bodies: Bodies, tenant: str = "t", key: str = "k") -> Body:
+def declared(bodies: Bodies, tenant: str = "t", key: str = "k") -> ArrivingBody:
     return bodies.open(tenant, key, {b"content-length": b"100"})
 
 
@@ -144,7 +144,7 @@ async def test_the_time_in_which_the_proxy_does_not_read_is_not_the_clients(monk
     monkeypatch.setattr(asgi.time, "monotonic", lambda: clock[0])
     bodies, sent = Bodies(LONGEST), []
 
-    class Slow(Body):
+    class Slow(ArrivingBody):
         async def add(self, num_bytes: int) -> None:
             clock[0] += 1000.0
             sent.append(num_bytes)

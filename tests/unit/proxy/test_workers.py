@@ -10,8 +10,8 @@ from support.waiting import WAIT_SECONDS
 
 from proxy.features.workers.parent import _Worker, _Workers
 from proxy.features.workers.peers import (
+    Announced,
     Awaited,
-    Change,
     Confirmed,
     Peers,
     WorkerReady,
@@ -20,8 +20,8 @@ from proxy.features.workers.peers import (
 from proxy.features.workers.settings import WorkerSettings
 from proxy.writer.frames import Link, frame
 
-KEYS = Change("keys")
-LOADED = Awaited(Change("weights", ("http://engine", "7")), "receipt")
+KEYS = Announced("keys")
+LOADED = Awaited(Announced("weights", ("http://engine", "7")), "receipt")
 
 
 class Sent(asyncio.Transport):
@@ -94,7 +94,7 @@ async def test_a_starting_worker_applies_the_changes_since_its_start():
     applied, is_last = [], asyncio.Event()
     sent = b"".join((*frame(LOADED), *frame(KEYS)))
 
-    async def apply(change: Change) -> None:
+    async def apply(change: Announced) -> None:
         applied.append(change)
         if change == KEYS:
             is_last.set()

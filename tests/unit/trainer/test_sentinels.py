@@ -8,7 +8,7 @@ import pytest
 from support.ledger_samples import add_finished, add_session, finish, make_turn
 
 from trainer.claims.claims import Claims
-from trainer.claims.ledger import ClaimedBatch, Process, RunProgress
+from trainer.claims.ledger import ClaimedBatch, RunProgress, TrainerProcess
 from trainer.features import FEATURES, Settings, sentinels
 from trainer.features.sentinels import alarms
 from turnwise.features import rewinds
@@ -174,7 +174,7 @@ def test_what_an_undone_version_sampled_is_dropped_after_an_alarm_and_nothing_el
     rule = Settings(groups_per_batch=1, singles_per_group=1, sentinels={"questions": 0.2})
     alarm = "sentinel 'questions' is beyond its bound"
     monkeypatch.setattr(sentinels, "check", lambda conn, *_: alarm if active_in(conn) == 1 else None)
-    stopped = Claims(database, rule, process=Process(), holds=FEATURES.holds)
+    stopped = Claims(database, rule, process=TrainerProcess(), holds=FEATURES.holds)
     assert stopped.next(NOW, seconds=0) is None
     assert states(database) == ["blocked"]
     stopped.close()
