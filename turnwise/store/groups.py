@@ -297,6 +297,7 @@ def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
         .join(turns, turns.c.session_pk == sessions.c.session_pk)
         .where(
             is_among(conn.dialect, sessions.c.group_pk, group_pks),
+            is_among(conn.dialect, groups.c.group_pk, group_pks),  # PostgreSQL infers it of single keys alone
             unindexed(groups.c.status) != GroupStatus.OPEN.value,
             sessions.c.status != SessionStatus.OPEN.value,
             sessions.c.num_rewards > 0,
