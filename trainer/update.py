@@ -80,7 +80,7 @@ class Updates:
                 break
             claimed = more
             selection = self.select(claimed, state)
-        denied = self._learner.world.from_first(lambda: self._claims.denied_since(claimed.experiences))
+        denied = self._learner.world.from_first(lambda: self._claims.denied(claimed.experiences))
         if not denied:
             return claimed, selection
         left = [experience for experience in claimed.experiences if experience.session_key not in denied]
@@ -106,7 +106,6 @@ class Updates:
             selection.advantages,
             policy_version=state.progress.policy_version,
             pairs=selection.pairs,
-            chosen=selection.chosen,
             mixed=selection.mixed,
             needs_behaviour=self._learner.algorithm.needs_behaviour,
         )

@@ -170,8 +170,6 @@ FORKED = "forked"
 """Reason of an untrainable turn that is a copy of another session's turn."""
 NOT_RECORDED = "not_recorded"
 """Reason of an untrainable turn of a session with `record` false: it has neither texts nor tokens."""
-REDACTED = "redacted"
-"""Reason of an untrainable turn that is stored without tokens, because its text or an ancestor's was redacted."""
 MAX_REWARD = 1e6
 """Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT, Role.SUMMARY})

@@ -178,7 +178,8 @@ def test_an_edited_reply_becomes_a_pair_that_sft_and_dpo_train_and_a_later_edit_
         offered = offer(pair, [written.group_key], SelectionRule(), (), lambda *_: None)
         assert [each.session_id for each in SFT(SFT.Settings()).choose(offered).experiences] == [written.session_id]
         chosen = DPO(DPO.Settings()).choose(offered)
-        assert dict(zip([each.session_id for each in chosen.experiences], chosen.chosen or (), strict=True)) == {
+        is_better = [pair.is_better for pair in chosen.pairs or ()]
+        assert dict(zip([each.session_id for each in chosen.experiences], is_better, strict=True)) == {
             written.session_id: True,
             sampled.session_id: False,
         }

@@ -243,7 +243,7 @@ def _consent(conn: sa.Connection) -> None:
     consent.inherit(conn, ("t", "s~2"), ["s"])
     consent.list_marks(conn, "t", limit=1, after=("user", "a"))
     consent.count_marks(conn, "t")
-    experiences.denied_since(conn, [("t", "s")])
+    consent.denied_since(conn, [("t", "s")])
     consent.lift_mark(conn, mark)
 
 

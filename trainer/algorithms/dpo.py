@@ -19,7 +19,7 @@ from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals
 from trainer.batch.chain import Chain
 from trainer.batch.ratios import TrainedTokens
-from trainer.batch.selection import Selection
+from trainer.batch.selection import Pair, Selection
 from turnwise.settings import Settings as BaseSettings
 from turnwise.types import SessionKey
 
@@ -48,8 +48,7 @@ class DPO(Algorithm):
     def choose(self, offer: Selection) -> Selection:
         """Choose pairs of sessions of a group; a session of several pairs is there once for each."""
         kept: list[Chain] = []
-        pairs: list[int] = []
-        chosen: list[bool] = []
+        pairs: list[Pair] = []
         number = 0
         for group in offer.keys:
             members = [experience for experience in offer.fit if experience.group_key == group]
@@ -60,11 +59,10 @@ class DPO(Algorithm):
                 for experience in members:
                     if experience.session_key in (best, worst):
                         kept.append(experience)
-                        pairs.append(number)
-                        chosen.append(experience.session_key == best)
+                        pairs.append(Pair(number, experience.session_key == best))
                 number += 1
         ones = [np.ones(len(experience.turn_ids)) for experience in kept]
-        return offer.choose(kept, ones, pairs=pairs, chosen=chosen)
+        return offer.choose(kept, ones, pairs=pairs)
 
     def _session_pairs(self, rewards: dict[SessionKey, float]) -> list[tuple[SessionKey, SessionKey]]:
         if self.settings.pairs == "all":

@@ -56,9 +56,7 @@ def _tried(algorithm: Algorithm) -> tuple[str, ...]:
             raise ValueError(f"an advantage is not finite: {advantages}")
     if not chosen.experiences:  # settings may ask for what this batch does not have
         chosen = Selection(experiences=experiences, advantages=[np.ones(2)] * len(experiences))
-    batch = build(
-        chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs, chosen=chosen.chosen or None
-    )
+    batch = build(chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs)
     members = range(len(batch.experiences))
     _check_shape("weights", torch.from_numpy(algorithm.weights(batch, members)), len(batch.table))
     if algorithm.credits_tokens:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainer.batch.chain import Chain
 from trainer.batch.forest import Forest, Indices, Keys, Layout, side_by_side
-from trainer.batch.selection import Mixed, why_untrainable
+from trainer.batch.selection import Mixed, Pair, why_untrainable
 from turnwise.chains import token_keys
 from turnwise.types import SessionKey, TokenIds
 
@@ -111,19 +111,18 @@ def build(
     advantages: Sequence[npt.NDArray[np.float64]],
     *,
     policy_version: int,
-    pairs: Sequence[int] | None = None,
-    chosen: Sequence[bool] | None = None,
+    pairs: Sequence[Pair] | None = None,
     mixed: Mixed | None = None,
     needs_behaviour: bool = True,
 ) -> Batch:
     """Return the batch of these chains; each sampled token is in exactly one of them.
 
-    `advantages` are those of each chain's turns, [K], or of its tokens, [L]. For DPO `pairs` and `chosen` say which
-    pair a chain is of, and whether it is of the better session. `needs_behaviour` says whether an importance ratio is
-    formed for each token of the chains that are not mixed in.
+    `advantages` are those of each chain's turns, [K], or of its tokens, [L]. `pairs` has each chain's where DPO trains
+    them. `needs_behaviour` says whether an importance ratio is formed for each token of the chains that are not mixed
+    in.
     """
     sessions: dict[tuple[int, SessionKey], int] = {}
-    members = [(0 if pairs is None else pairs[n], each.session_key) for n, each in enumerate(experiences)]
+    members = [(0 if pairs is None else pairs[n].number, each.session_key) for n, each in enumerate(experiences)]
     num_sampled = len(experiences) if mixed is None else mixed.start
     has_ratio = [needs_behaviour and n < num_sampled for n in range(len(experiences))]
     places = [_trained(each, needs_behaviour=ratio) for each, ratio in zip(experiences, has_ratio, strict=True)]
@@ -148,8 +147,8 @@ def build(
         experiences=experiences,
         table=table,
         tokens_of=[np.arange(starts[i], starts[i + 1]) for i in range(len(experiences))],
-        unit_of=list(range(len(experiences))) if pairs is None else pairs,
-        chosen=[True] * len(experiences) if chosen is None else chosen,
+        unit_of=list(range(len(experiences))) if pairs is None else [pair.number for pair in pairs],
+        chosen=[pairs is None or pairs[n].is_better for n in range(len(experiences))],
         mixed=mixed,
         keys=[token_keys(experience.tokens, experience.parts) for experience in experiences],
     )

@@ -61,6 +61,13 @@ def why_untrainable(experience: Chain, *, needs_behaviour: bool = True) -> list[
     return reasons
 
 
+class Pair(NamedTuple):
+    """An experience's part in a pair of a better and a worse session."""
+
+    number: int
+    is_better: bool
+
+
 class Mixed(NamedTuple):
     """Experiences of no claimed group, which a feature has put behind those of a batch."""
 
@@ -89,8 +96,7 @@ class Selection:
     experiences: Sequence[Chain] = ()
     advantages: Sequence[Floats] = ()
     """Of each experience those of its K turns, or of its L tokens: [K] or [L] each."""
-    pairs: Sequence[int] | None = None
-    chosen: Sequence[bool] | None = None
+    pairs: Sequence[Pair] | None = None
     mixed: Mixed | None = None
     single_values: Sequence[SingleValue] = ()
     refused: dict[GroupKey, str] = dataclasses.field(default_factory=dict)

@@ -24,7 +24,7 @@ from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
 from turnwise.store import claims, database, groups, rows, serving
 from turnwise.store.database import Connection, Database
-from turnwise.types import Policy
+from turnwise.types import Policy, SessionKey
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,12 @@ class Claims(Ledger):
         self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
         self.holds = [hold(self) for hold in holds if hold.is_on(settings)]
         self._watching, self._changing = own(self.holds, Hold.watch), own(self.holds, Hold.changes)
+        self._denied = own(self.holds, Hold.denied)
+
+    def denied(self, read: Sequence[Chain]) -> set[SessionKey]:
+        """Return the sessions of chains that were read of which nothing may be trained any more."""
+        keys = {chain.session_key for chain in read}
+        return self.read(lambda conn: {key for denied in self._denied for key in denied(conn, keys)})
 
     def next(
         self,

@@ -7,7 +7,7 @@ Features derive from `Hold` or `Beside`, and are asked in order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from trainer.model.agent import PolicyAgent
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
-from turnwise.types import Json
+from turnwise.types import Json, SessionKey
 
 if TYPE_CHECKING:
     from trainer.batch.selection import Selection
@@ -67,6 +67,10 @@ class Hold(Generic[Given]):
     def why_held(self, conn: Connection, state: ServingState, at: RunProgress) -> str | Detour | None:  # noqa: ARG002
         """Return why no batch may be claimed now, None where one may, or what is to be done first."""
         return None
+
+    def denied(self, conn: Connection, read: Collection[SessionKey]) -> set[SessionKey]:  # noqa: ARG002
+        """Return those of the sessions that were read of which nothing may be trained any more."""
+        return set()
 
     def why_failed(self, state: ServingState, came_from: Sequence[int]) -> str | None:  # noqa: ARG002
         """Return why a version whose weights come from these fails at once, in the transaction that publishes it."""

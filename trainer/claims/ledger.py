@@ -38,7 +38,7 @@ from turnwise.store import (
     versions,
 )
 from turnwise.store.database import Connection, Database
-from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.types import DEFAULT_POLICY, GroupKey, Json, Policy, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -314,11 +314,6 @@ class Ledger:
             )
         )
         return self.chains(found)
-
-    def denied_since(self, read: Sequence[Experience]) -> set[SessionKey]:
-        """Return those of the sessions that were marked as not to be trained after they were read."""
-        keys = {experience.session_key for experience in read}
-        return self.read(lambda conn: experiences.denied_since(conn, keys))
 
     def chains(self, found: Iterable[Experience]) -> list[Chain]:
         """Return stored chains as they are trained, each asked about by the terms."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.features.consent import Consent
 from trainer.features.devices import DevicesSettings, place_of
 from trainer.features.estimates import Estimates, EstimateSettings, KeptSessions
 from trainer.features.evaluation import Evaluation, EvaluationSettings
@@ -24,7 +25,7 @@ from trainer.train import Features
 
 FEATURES = Features(
     terms=(Supports, Images, Experts),
-    holds=(Refusals, Sentinels, Quotas, Rewinds, KeptSessions),
+    holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions),
     beside=(Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,

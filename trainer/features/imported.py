@@ -7,14 +7,13 @@ every batch may draw them again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 
 from trainer.algorithms.algorithm import select
 from trainer.algorithms.chord import Chord
 from trainer.batch.chain import Chain
-from trainer.batch.selection import Mixed, Selection
+from trainer.batch.selection import Mixed, Pair, Selection
 from trainer.claims.holds import Beside
 from trainer.claims.ledger import RunProgress
 from trainer.settings import TrainerSettings
@@ -67,13 +66,8 @@ def mix_in(selection: Selection, drawn: Selection, share: float) -> None:
     if not drawn.experiences:
         return
     if drawn.pairs is not None:
-        start = num_own if selection.pairs is None else max(selection.pairs, default=-1) + 1
-        selection.pairs = [*(selection.pairs or range(num_own)), *(start + pair for pair in drawn.pairs)]
-    selection.chosen = [*_chosen(selection), *_chosen(drawn)]
+        own = [Pair(number, is_better=True) for number in range(num_own)]  # sampled sessions are no pairs
+        selection.pairs = own + [pair._replace(number=num_own + pair.number) for pair in drawn.pairs]
     selection.experiences = [*selection.experiences, *drawn.experiences]
     selection.advantages = [*selection.advantages, *drawn.advantages]
     selection.mixed = Mixed(num_own, share)
-
-
-def _chosen(selection: Selection) -> Sequence[bool]:
-    return [True] * len(selection.experiences) if selection.chosen is None else selection.chosen

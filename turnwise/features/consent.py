@@ -27,7 +27,10 @@ from turnwise.store.selection import LockedSession, SessionFilter, is_session, s
 from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page, unindexed
 from turnwise.store.trainer_reports import forget_in_states
 from turnwise.store.turns import TurnRow
-from turnwise.types import NOT_RECORDED, REDACTED, GroupStatus, Outcome, Session, SessionKey, utc_now
+from turnwise.types import NOT_RECORDED, GroupStatus, Outcome, Session, SessionKey, utc_now
+
+REDACTED = "redacted"
+"""Reason of an untrainable turn that is stored without tokens, because its text or an ancestor's was redacted."""
 
 
 class ConsentOf(enum.StrEnum):
@@ -157,6 +160,16 @@ def restrict_session(
     names = [session_id, *(f"{prefix}{number}" for number in range(2, newest + 1))]
     own = [sessions.c.tenant == tenant, is_among(conn.dialect, sessions.c.session_id, names)]
     return _restrict(conn, own, record, after, key=sessions.c.session_pk + 0)  # searched by names, not in key order
+
+
+def denied_since(conn: sa.Connection, read: Collection[SessionKey]) -> set[SessionKey]:
+    """Return those of some sessions that were marked as not to be trained after they were read."""
+    denied = sa.select(sessions.c.tenant, sessions.c.session_id).where(
+        is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in read}),
+        is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in read}),
+        sessions.c.train == 0,
+    )
+    return {(row.tenant, row.session_id) for row in conn.execute(denied)}
 
 
 def restrict_changed(conn: sa.Connection, session: Session) -> None:

@@ -35,7 +35,6 @@ from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import groups, sessions, turns
 from turnwise.store.selection import SessionFilter, next_rows
-from turnwise.store.statements import is_among
 from turnwise.store.turns import turns_of
 from turnwise.store.updates import Updates, trained_in
 from turnwise.types import (
@@ -272,16 +271,6 @@ def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.flo
         if advantages.keys() >= set(turn_ids):
             return np.array([advantages[turn_id] for turn_id in turn_ids], np.float64)
     return None
-
-
-def denied_since(conn: sa.Connection, read: Collection[SessionKey]) -> set[SessionKey]:
-    """Return those of some sessions that were marked as not to be trained after they were read."""
-    denied = sa.select(sessions.c.tenant, sessions.c.session_id).where(
-        is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in read}),
-        is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in read}),
-        sessions.c.train == 0,
-    )
-    return {(row.tenant, row.session_id) for row in conn.execute(denied)}
 
 
 def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple[int | None, int | None]:

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from trainer.batch.batch import build
 from trainer.batch.forest import dense_mask
+from trainer.batch.selection import Pair
 from trainer.features import Settings
 from trainer.model import inputs, loading
 from trainer.model.agent import PolicyAgent
@@ -120,7 +121,7 @@ def pair_and_loss(reference):
     """Return a DPO pair, of which the better session branches, and its loss: −log σ(β (chosen − rejected)) = log 2."""
     agent_rule = Settings(algorithm={"name": "dpo", "reference": "behaviour"})
     chains = branching(reference)
-    batch = build(chains, [np.ones(1)] * 3, policy_version=0, pairs=[0] * 3, chosen=[True, True, False])
+    batch = build(chains, [np.ones(1)] * 3, policy_version=0, pairs=[Pair(0, better) for better in (True, True, False)])
     signs = torch.from_numpy(np.where(batch.table.experience == 2, -1.0, 1.0).astype(np.float32))
 
     def loss(logprobs):

@@ -134,9 +134,7 @@ def test_of_a_claimed_group_the_sessions_without_a_mark_are_trained_and_the_leas
     with database.read() as conn:
         found = list(experiences.experiences_of_groups(conn, held.group_pks))
         assert [one.session_id for one in found] == ["b"]
-        assert experiences.denied_since(conn, {("default", "a"), ("default", "b"), ("other", "a")}) == {
-            ("default", "a")
-        }
+        assert consent.denied_since(conn, {("default", "a"), ("default", "b"), ("other", "a")}) == {("default", "a")}
     apply(database, mark("tenant"))
     claims.renew(database, held, 60)
     with database.read() as conn:

@@ -102,9 +102,7 @@ def test_dpo_pairs_every_better_session_with_every_worse_one():
     found = {}
     for pairs in ("all", "best_worst"):
         chosen = selected(group, algorithm("dpo", pairs=pairs))
-        found[pairs] = [
-            (chosen.experiences[n].session_id, chosen.pairs[n], chosen.chosen[n]) for n in range(len(chosen.pairs))
-        ]
+        found[pairs] = [(one.session_id, *pair) for one, pair in zip(chosen.experiences, chosen.pairs, strict=True)]
     assert [name for name, _, is_chosen in found["all"] if is_chosen] == ["s2.0", "s2.0", "s1.0"]
     assert {pair for _, pair, _ in found["all"]} == {0, 1, 2}
     assert found["best_worst"] == [("s2.0", 0, True), ("s0.0", 0, False)]
@@ -129,7 +127,7 @@ def test_all_pairs_of_a_group_weigh_the_same():
     ]
     dpo = algorithm("dpo", pairs="all")
     chosen = selected(group, dpo)
-    batch = build(chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs, chosen=chosen.chosen)
+    batch = build(chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs)
     weights = dpo.weights(batch, range(len(batch.experiences)))
-    of_pair = np.bincount(np.array(chosen.pairs)[batch.table.experience], weights=weights)
+    of_pair = np.bincount(np.array(batch.unit_of)[batch.table.experience], weights=weights)
     np.testing.assert_allclose(of_pair, [1 / 5] * 5, atol=1e-6)
