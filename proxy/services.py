@@ -37,7 +37,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, InvalidRequest, StoreError
 from turnwise.settings import READABLE
 from turnwise.store.database import Database, readable_files
-from turnwise.telemetry.tracing import RequestContext
+from turnwise.telemetry.requests import RequestContext
 from turnwise.types import Session
 
 log = logging.getLogger(__name__)

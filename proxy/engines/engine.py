@@ -25,7 +25,7 @@ from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request
 from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
-from turnwise.telemetry.tracing import current_request
+from turnwise.telemetry.requests import current_request
 from turnwise.types import Json, PolicyKind, PolicyVersion
 from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from proxy.http import problems
 from proxy.settings import ProxySettings
-from turnwise.telemetry.tracing import make_context
+from turnwise.telemetry.requests import make_context
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application

@@ -20,7 +20,7 @@ from proxy.http.asgi import send_whole
 from proxy.http.connections import RefusedHead
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
-from turnwise.telemetry.tracing import RequestContext, current_request, make_context
+from turnwise.telemetry.requests import RequestContext, current_request, make_context
 
 if TYPE_CHECKING:
     from proxy.services import Services

@@ -26,7 +26,7 @@ from turnwise.errors import StoreUnavailable
 from turnwise.store import keys, rows
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection
-from turnwise.telemetry.tracing import current_request
+from turnwise.telemetry.requests import current_request
 from turnwise.types import Outcome, Session
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from support.servers import serving
 from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import Fault, FaultKind
 
-from turnwise.telemetry import tracing
+from proxy.features.tracing.spans import Tracer
+from turnwise.telemetry.requests import make_context
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -121,12 +122,12 @@ def test_calls_succeed_while_the_collector_is_unreachable(fake_engine, start_pro
 
 def test_a_collector_that_does_not_answer_delays_no_stop(monkeypatch):
     """The SDK's own shutdown waits for half a minute, and goes on when the stop is over."""
-    monkeypatch.setattr(tracing, "COLLECTOR_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr("proxy.features.tracing.spans.COLLECTOR_SECONDS", WAIT_SECONDS)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracer = tracing.Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "test", lambda _: None)
-        context = tracer.begin(tracing.make_context("", ""), "GET", "/")
+        tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "test", lambda _: None)
+        context = tracer.begin(make_context("", ""), "GET", "/")
         context.trace.end("GET /", 200)
-        monkeypatch.setattr(tracing, "COLLECTOR_SECONDS", 0.1)
+        monkeypatch.setattr("proxy.features.tracing.spans.COLLECTOR_SECONDS", 0.1)
         tracer.close()
         assert "last spans" in {thread.name for thread in threading.enumerate()}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from turnwise.errors import SettingsError
-from turnwise.telemetry.tracing import current_request
+from turnwise.telemetry.requests import current_request
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 log = logging.getLogger(__name__)

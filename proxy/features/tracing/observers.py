@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 from starlette.types import Scope
 
 from proxy.features.tracing.settings import TracingSettings
+from proxy.features.tracing.spans import Tracer
 from proxy.http.connections import RefusedHead
 from proxy.services import Beside, Observer, Services
 from turnwise.telemetry.logs import AccessLog, timestamp
-from turnwise.telemetry.tracing import RequestContext, Tracer
+from turnwise.telemetry.requests import RequestContext
 from turnwise.types import Json
 
 if TYPE_CHECKING:

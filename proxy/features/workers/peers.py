@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from proxy.features.workers.settings import WorkerSettings
 from proxy.writer.frames import Link, frame
 from turnwise.errors import TurnwiseError
-from turnwise.telemetry.tracing import random_hex
+from turnwise.telemetry.requests import random_hex
 
 log = logging.getLogger(__name__)
 
