@@ -31,7 +31,8 @@ from turnwise.features.summaries.matching import (
 )
 from turnwise.parts import Part, pack_parts, unpack_parts
 from turnwise.store.extensions import Extension
-from turnwise.store.schema import indexes, turns
+from turnwise.store.schema import indexes, sessions, turns
+from turnwise.store.statements import fetch_rows
 from turnwise.store.turns import path_to
 from turnwise.types import Json, Outcome, Role, Turn
 
@@ -52,6 +53,11 @@ Row: TypeAlias = Mapping[str, Any]
 
 _t = turns.c
 _of_summaries = f"role = '{Role.SUMMARY.value}'"
+_HAS_ANY = (
+    "session_pk",
+    "EXISTS (SELECT 1 FROM turns WHERE turns.session_pk = sessions.session_pk AND role = 'summary')",
+)
+"""One statement for all turns of a commit says which sessions have summaries: most have none."""
 indexes.append(
     sa.Index(
         "ix_turns_summaries",
@@ -98,8 +104,11 @@ def link(conn: sa.Connection, rows: Sequence[Row]) -> None:
         if row["role"] == Role.SUMMARY:
             why = PARTIAL if row["outcome"] == Outcome.ABORTED else NOT_CONTINUED
             _note(conn, row["turn_id"], {"continued_by": [], "summary_left_out": why})
-    for row in rows:
-        if row["seq"] and _may_continue(row):
+    begun = [row for row in rows if row["seq"] and _may_continue(row)]
+    wanted = {"session_pk": [row["session_pk"] for row in begun]}
+    summed_up = {key for key, has_any in fetch_rows(conn, sessions, _HAS_ANY, wanted) if has_any} if begun else ()
+    for row in begun:
+        if row["session_pk"] in summed_up:
             _link_one(conn, row)
 
 
