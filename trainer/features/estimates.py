@@ -26,7 +26,7 @@ from turnwise.features.estimates import ESTIMATE, KEPT_FROM, Logged
 from turnwise.settings import Settings
 from turnwise.statistics.off_policy import MIN_SESSIONS, why_too_few
 from turnwise.store.database import Connection
-from turnwise.store.groups import Change
+from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
 from turnwise.types import Json, SessionKey
 
@@ -62,7 +62,7 @@ class KeptSessions(Hold[EstimateSettings]):
     def is_on(cls, settings: EstimateSettings) -> bool:
         return settings.kept_share > 0 and settings.estimate_sessions > 0
 
-    def changes(self, conn: Connection, state: ServingState) -> list[Change]:  # noqa: ARG002
+    def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:  # noqa: ARG002
         of = self._ledger.policy_id
         self._has_enough = self._has_enough or estimates.num_trained(conn, of) >= KEPT_FROM
         if not self._has_enough:

@@ -22,7 +22,7 @@ from turnwise.statistics.confidence import Looks
 from turnwise.statistics.off_policy import MIN_EFFECTIVE, MIN_SESSIONS, change
 from turnwise.store import extensions
 from turnwise.store.experiences import MAY_BE_TRAINED, Shape, stream
-from turnwise.store.groups import Change, drop
+from turnwise.store.groups import GroupChange, drop
 from turnwise.store.schema import groups, sessions, trained_sessions, turns, updates
 from turnwise.store.selection import takes
 from turnwise.store.statements import is_among
@@ -87,7 +87,7 @@ class Candidates:
     """Key of the oldest one, behind which more are read; None where there are no more."""
 
 
-def keeping(conn: sa.Connection, policy_id: int, share: float, since: int) -> tuple[list[Change], int]:
+def keeping(conn: sa.Connection, policy_id: int, share: float, since: int) -> tuple[list[GroupChange], int]:
     """Return what keeps its share of the single sessions that are ready since then, and the instant of the last one.
 
     They are drawn by their ids, as for a hold-out, so that their rewards decide nothing.
