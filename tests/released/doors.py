@@ -38,6 +38,7 @@ PATHS = (
     "/v1/experiences",
     "/v1/feedback?session_id=s",
     "/v1/consent",
+    "/v1/examples",
     "/v1/updates",
     f"/v1/images/{DIGEST}",
 )

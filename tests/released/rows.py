@@ -8,7 +8,7 @@ from support.ledger_samples import add_finished, make_turn
 from support.store_calls import CALLS
 from support.store_fill import fill
 
-from turnwise.features import consent, images, limits, policies, transfers
+from turnwise.features import consent, examples, images, limits, policies, transfers
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.store import keys, leases, rows, sessions, trainer_reports, turns
 from turnwise.store.database import Database
@@ -45,6 +45,7 @@ def fill_all(database: Database) -> str:
         trainer_reports.keep_state(conn, 0, {"buffer": [], "singles": []})
         key_id, key = keys.create_key(conn, "t", keys.KeyRole.ADMIN, "reads")
         limits.add_usage(conn, {("t", key_id, 1): 5})
+        examples.pin_session(conn, "t", "s", note="wrong", written_by=None)
         sessions.end_session(conn, "t", "s")  # it has a reward: a proxy would end it some minutes later
     with database.read() as conn:
         empty = [

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import numpy.testing  # noqa: F401  numpy 1 starts `lscpu` when this is first imported, which is no test's process
 import pytest
 
 TESTS = Path(__file__).parents[1]
