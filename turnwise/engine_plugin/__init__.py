@@ -3,8 +3,9 @@
 The entry point is `vllm.general_plugins`. The package registers a backend for vLLM's weight transfer: `weight_engine`
 is the part inside vLLM, `receiver` receives and checks a version, `channel` carries its bytes over a process group of
 torch's, and the trainer sends with it. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches
-with adapters. `supports` lets replies say which ids could be sampled at each token. `images` lets the chat route take
-token ids together with images.
+with adapters, `seeds` what seeded calls draw there. `supports` lets replies say which ids could be sampled at each
+token. `images` lets the chat route take token ids together with images. `unread` refuses a checkpoint, and
+`adapters` an adapter, of which vLLM would leave out a part.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ def register() -> None:
 
     vLLM calls this in each of its processes, sometimes more than once; the first call counts.
     """
+    from vllm.distributed.parallel_state import get_pp_group
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.multimodal.media.image import ImageMediaIO
     from vllm.multimodal.processing import processor
@@ -46,7 +50,7 @@ def register() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from turnwise.engine_plugin import cpu_kernels, images
+    from turnwise.engine_plugin import adapters, cpu_kernels, images, seeds, unread
     from turnwise.engine_plugin.supports import return_supports
 
     cpu_kernels.pack_tied_heads(layerwise)
@@ -55,10 +59,14 @@ def register() -> None:
     if current_platform.is_cpu():
         from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
         from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         cpu_kernels.split_prompts(MambaMixer2)
         cpu_kernels.rotate_rows(RotaryEmbedding)
+        seeds.undo_draws(GPUModelRunner)
     load_beside_adapters(LoRAModelRunnerMixin)
+    unread.refuse_unread(DefaultModelLoader, get_pp_group)
+    adapters.refuse_unplaced(LoRAModelManager, get_pp_group)
     return_supports(logprobs)
     images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
     images.refuse_unreadable_files(ImageMediaIO)

@@ -1,0 +1,36 @@
+"""Adapters that vLLM would apply in part: a factor that no layer takes is refused by its name.
+
+vLLM looks each of its layers up in an adapter, and says nothing of what is left: an adapter with a prefix, a layer or a
+vision tower that the engine's model has not would be served without that part, and calls would sample with something
+that nobody trained. From outside it cannot be told from a small change.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+NUM_NAMED = 3
+
+
+def refuse_unplaced(manager: type[Any], pipeline: Any) -> None:
+    """Let a manager of adapters refuse one with factors that none of its layers takes.
+
+    `pipeline` returns the group of processes that have a part of the layers each; there nothing is refused.
+    """
+    add = manager._add_adapter  # noqa: SLF001  all ways to add one come through it
+
+    @functools.wraps(add)
+    def compare_and_add(self: Any, adapter: Any) -> None:
+        taken = {name for parts in self.packed_modules.values() for name in parts} | set(self.modules)
+        lost = sorted(name for name in adapter.loras if name not in taken and ".experts" not in name)
+        if lost and pipeline().world_size == 1:
+            named = ", ".join(map(repr, lost[:NUM_NAMED]))
+            raise ValueError(
+                f"the adapter has factors of {len(lost)} of {len(adapter.loras)} modules that no layer of the served "
+                f"model takes, such as {named}: it would be applied in part. Compare the names of its tensors with "
+                "those of the model's"
+            )
+        add(self, adapter)
+
+    manager._add_adapter = compare_and_add  # noqa: SLF001
