@@ -391,6 +391,14 @@ def _write_config(directory: Path, **values: object) -> str:
     return str(directory)
 
 
+def test_linear_attention_that_vllm_has_no_code_for_is_refused_before_the_start(model_dir):
+    """MiniMax left vLLM with 0.23, and transformers' code of it ends vLLM at the start."""
+    kinds = ["linear_attention", "full_attention"]
+    _write_config(model_dir, model_type="minimax", architectures=["MiniMaxForCausalLM"], layer_types=kinds)
+    with pytest.raises(EngineError, match="whose linear attention vLLM computes only with code of its own"):
+        check_served(str(model_dir), gpu=True, lora=False, dtype=None)
+
+
 def test_no_more_tokens_are_asked_for_than_the_model_has_positions(model_dir):
     model = _write_config(model_dir, max_position_embeddings=1024)
     assert _flag(build_command(EngineSettings(model=model, device="cpu")).argv, "--max-model-len") == "1024"

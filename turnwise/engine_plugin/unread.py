@@ -23,11 +23,11 @@ OF_WRAPPERS = frozenset({"model", "language_model"})
 """Parts of a tensor's name that say where the text model stands in a wrapper."""
 
 
-class Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, it sees which of the offered tensors some operation takes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._waiting: dict[int, tuple[str, torch.Tensor]] = {}
         """By the place of their data. A tensor is held here until it is read, so that no other one gets its place."""
 

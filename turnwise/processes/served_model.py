@@ -233,6 +233,8 @@ def _check_architecture(model: str, *, lora: bool) -> None:
         since = f" no longer, since version {no_longer[name]}" if name in no_longer else ""
         is_not = "serves" if since else "does not serve"
         problem = f"that vLLM {is_not}{since}; serve another model, or pass --model-impl or --trust-remote-code to vLLM"
+    elif found is None and "linear_attention" in (config.get("layer_types") or ()):
+        problem = "whose linear attention vLLM computes only with code of its own, and it has none; serve another model"
     elif name == "BloomForCausalLM":
         problem = "whose GELU vLLM does not approximate by tanh, so that logprobs differ by 3e-4; serve another model"
     elif lora and found is not None and not _takes_adapters(models, *found):
