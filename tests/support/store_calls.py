@@ -261,7 +261,8 @@ def _regroup(conn: sa.Connection) -> None:
 
 
 def _example(conn: sa.Connection) -> None:
-    examples.pin_session(conn, "t", "s", note="wrong", written_by=None)
+    for note in ("wrong", "still wrong"):
+        examples.pin_session(conn, "t", "s", note=note, written_by=None)
     line = values_of(examples.read_line(conn, "t", examples.last_reply(conn, "t", "s")))
     (example,) = examples.of_policy(conn, DEFAULT_POLICY)
     examples.add_answers(conn, example, 1, 2, 5)
