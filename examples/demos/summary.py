@@ -58,6 +58,9 @@ class SummaryDemo(Demo):
     _settings: SummaryDemoSettings
 
     def __init__(self, settings: SummaryDemoSettings, say: Say) -> None:
+        self._trained_by = settings.trainer_config
+        if settings.control == "untrained":
+            settings = settings.model_copy(update={"trainer_config": settings.out / "train.toml"})
         super().__init__(settings, say)
         self.is_control = settings.control != "none"
 
@@ -70,11 +73,9 @@ class SummaryDemo(Demo):
         return str(build_small_model(directory, spec))
 
     def _prepare(self) -> str | None:
-        settings = self._settings
-        if settings.control == "untrained":
-            file = settings.out / "train.toml"
-            file.write_text(UNTRAINED + settings.trainer_config.read_text(encoding="utf-8"), encoding="utf-8")
-            settings.trainer_config = file
+        if self._settings.control == "untrained":
+            given = self._trained_by.read_text(encoding="utf-8")
+            self._settings.trainer_config.write_text(UNTRAINED + given, encoding="utf-8")
         return super()._prepare()
 
     def task(self, split: Split, index: int, options: Mapping[str, Any]) -> Json:
