@@ -144,8 +144,10 @@ gpu-check: ## Measure this machine's GPU with what is installed, without a netwo
 bench-learning: setup ## Show what is learnt by each algorithm, three seeds each: about an hour
 	$(BIN)/python bench/learning --all
 
-docs: setup ## Bring the generated parts of docs/ up to date
+docs: setup ## Bring the generated parts of docs/ up to date, check all links, and build the site in dist/site
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'to read it, with its search: $(BIN)/python -m http.server --directory dist/site'
 
 screenshots: setup ## Make the pictures of the page in docs/images
 	cd tests && ../$(BIN)/python -m screenshots $(ARGS)

@@ -58,6 +58,9 @@ CREATE TABLE updates (update_id INTEGER NOT NULL, policy_id INTEGER NOT NULL, tr
     policy_version INTEGER NOT NULL, num_groups INTEGER NOT NULL, num_sessions INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL, metrics TEXT NOT NULL, created_at BIGINT NOT NULL, batch_digest TEXT,
     CONSTRAINT pk_updates PRIMARY KEY (update_id));
+CREATE TABLE version_lineages (version INTEGER NOT NULL, path TEXT NOT NULL, parent INTEGER NOT NULL,
+    num_sessions INTEGER NOT NULL, manifest TEXT NOT NULL, signature TEXT,
+    CONSTRAINT pk_version_lineages PRIMARY KEY (version));
 CREATE TABLE weight_servers (trainer_id TEXT NOT NULL, url TEXT NOT NULL, announced_at BIGINT NOT NULL,
     CONSTRAINT pk_weight_servers PRIMARY KEY (trainer_id));
 CREATE TABLE sessions (session_pk {serial} NOT NULL, group_pk {key}, num_rewards INTEGER NOT NULL,
@@ -115,6 +118,9 @@ CREATE TABLE turns (session_pk {key} NOT NULL, turn_id TEXT NOT NULL, parent_tur
     parts {blob} NOT NULL, digest {blob}, CONSTRAINT pk_turns PRIMARY KEY (turn_id),
     CONSTRAINT uq_turns_session_pk_seq UNIQUE (session_pk, seq),
     CONSTRAINT fk_turns_session_pk_sessions FOREIGN KEY(session_pk) REFERENCES sessions (session_pk));
+CREATE TABLE version_sessions (session_pk {key} NOT NULL, version INTEGER NOT NULL, is_copied INTEGER NOT NULL,
+    CONSTRAINT pk_version_sessions PRIMARY KEY (session_pk, version, is_copied),
+    CONSTRAINT fk_version_sessions_session_pk_sessions FOREIGN KEY(session_pk) REFERENCES sessions (session_pk));
 """
 INDEXES = """
 CREATE INDEX ix_sessions_group ON sessions (tenant, group_id);
@@ -152,6 +158,7 @@ CREATE INDEX ix_policy_versions_policy ON policy_versions (policy_id, version);
 CREATE INDEX ix_session_labels_label ON session_labels (label, tenant, session_pk);
 CREATE INDEX ix_examples_session ON examples (session_pk);
 CREATE INDEX ix_examples_policy ON examples (policy_id);
+CREATE INDEX ix_version_sessions_version ON version_sessions (version);
 CREATE INDEX ix_session_media_digest ON session_media (tenant, digest);
 CREATE INDEX ix_costs_key ON costs (tenant, key_id, policy_id, currency, amount);
 CREATE INDEX ix_turns_summaries ON turns (session_pk, seq) WHERE role = 'summary';

@@ -65,6 +65,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.policies.routes",
     "proxy.features.rewinds",
     "proxy.features.remote_claims",
+    "proxy.features.lineage",
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
     "proxy.features.limits.routes",

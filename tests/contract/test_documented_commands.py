@@ -20,7 +20,7 @@ SHELL = blocks("sh")
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
-OTHER_PROGRAMS = {"apt-get", "chmod", "cp", "createdb", "curl", "export", "node", "npm", "pg_dump", "pg_restore"}
+OTHER_PROGRAMS = {"apt-get", "chmod", "cp", "createdb", "curl", "cut", "export", "node", "npm", "pg_dump", "pg_restore"}
 OTHER_PROGRAMS |= {"pip", "printf", "python", "sqlite3", "su", "."}
 """Programs of others: only the syntax of their commands is checked, not their flags."""
 

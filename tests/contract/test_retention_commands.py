@@ -66,7 +66,15 @@ def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store, tmp_path):
     with store.write() as connection:
         keys.create_key(connection, "acme", keys.KeyRole.AGENT, "")
     lists: dict[str, list] = {
-        key: [] for key in ("policy_versions", "cloned_versions", "deleted_versions", "directories_left")
+        key: []
+        for key in (
+            "policy_versions",
+            "served_versions",
+            "shaped_policies",
+            "cloned_versions",
+            "deleted_versions",
+            "directories_left",
+        )
     }
     gone = {"num_sessions": 1, "num_turns": 0, "num_policies": 0} | lists
     assert run(tmp_path, "forget", "--tenant", "acme", "--session-id", "a", "--yes") == gone

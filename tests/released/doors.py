@@ -40,6 +40,7 @@ PATHS = (
     "/v1/consent",
     "/v1/examples",
     "/v1/updates",
+    "/v1/policies/default/lineage?version=1",
     f"/v1/images/{DIGEST}",
 )
 CENTURY = 3e9

@@ -10,11 +10,12 @@ from support.store_fill import fill
 
 from turnwise.features import consent, examples, images, limits, policies, transfers
 from turnwise.features.images import IMAGES, pack_images
+from turnwise.features.lineage import versions as lineage
 from turnwise.store import keys, leases, rows, sessions, trainer_reports, turns
 from turnwise.store.database import Database
 from turnwise.store.schema import metadata, policy_versions
 from turnwise.store.trainer_reports import TrainerStatus
-from turnwise.types import PolicyKind, utc_now
+from turnwise.types import PolicyKind, PolicyVersion, utc_now
 
 IMAGE = b"\x89PNG"
 DIGEST = hashlib.sha256(IMAGE).hexdigest()
@@ -39,6 +40,8 @@ def fill_all(database: Database) -> str:
             CALLS[name](conn)
     with database.write() as conn:
         _add_image(conn)
+        made = PolicyVersion(version=1, path="a-model", update_id=1, weights_digest="d")
+        lineage.note_version(conn, made, 0, {("t", "over"): {"t-over-t1": 0.5}}, {})
         leases.acquire_lease(conn, "reload", "one", 60)
         transfers.announce_weights(conn, "trainer", "http://trainer", utc_now())
         trainer_reports.report_status(conn, TrainerStatus(trainer_id="trainer", text="waits", reported_at=utc_now()))

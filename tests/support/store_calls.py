@@ -40,6 +40,8 @@ from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.imported import imported_groups
 from turnwise.features.labels import Label
+from turnwise.features.lineage import shaped
+from turnwise.features.lineage import versions as lineage
 from turnwise.features.page import activity, overview, search
 from turnwise.features.page import updates as page_updates
 from turnwise.features.page.activity import Activity
@@ -302,6 +304,33 @@ def _session(session_id: str, **fields: Any) -> Session:
     return Session(session_id=session_id, tenant="t", **fields)
 
 
+def _lineage(conn: sa.Connection) -> None:
+    """Note versions, name what shaped one, and let the policies that serve it go back, and end."""
+    conn.execute(sa.update(schema.policy_versions).values(kind=PolicyKind.LORA.value))
+    support, _ = policies.create_policy(conn, "t", "support")
+    for number, policy_id in ((8, DEFAULT_POLICY), (9, support.policy_id)):
+        version = PolicyVersion(
+            version=number, policy_id=policy_id, path=f"v{number}", kind=PolicyKind.LORA, weights_digest="d"
+        )
+        versions.publish_version(conn, version)
+        lineage.note_version(conn, version, number - 1, {("t", "s"): {"t-s-t1": 0.5}}, {})
+        assert lineage.lineage(conn, "t", f"{('default', 'support')[number - 8]}@{number}").is_signed
+    lineage.lineage_sessions(conn, "t", "support@9", after="s")
+    for then, each in zip(shaped.Then, shaped.shaped_policies(opened(conn), [8]) * 2, strict=False):
+        shaped.follow(conn, each, then)
+    for each in shaped.shaped_policies(opened(conn), [8]):
+        shaped.follow(conn, each, shaped.Then.DROP)
+
+
+def _deleted_with_a_fork(conn: sa.Connection) -> None:
+    """Delete a session between a fork and what it was forked from; a version was trained on it."""
+    forks.copy_turns(conn, _session("f"), "t-s-t1", ["t-s-t1"])
+    copy = forks.copy_id(_session("f"), "t-s-t1")
+    forks.copy_turns(conn, _session("again"), copy, [copy])
+    lineage.note_version(conn, PolicyVersion(version=9, path="v9"), 1, {("t", "f"): {copy: 0.5}}, {})
+    retention.delete_session(conn, "t", "f")
+
+
 TENANT = SessionFilter(tenant="t")
 
 
@@ -389,6 +418,7 @@ OF_TENANT: dict[str, Ask] = {
     "keys and their usage": _keys,
     "images": _images,
     "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
+    "a deleted session with a fork": _deleted_with_a_fork,
     "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
     "the sessions of an end user": lambda c: (
         sessions.change_session(c, _session("over", user_id="kim"), {"user_id"}),
@@ -522,6 +552,7 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "all updates": lambda c: updates.updates_after(c, -1, None),
     "what a source said": lambda c: feedback.feedback_from(c, "t", "a program"),
     "summaries of policies": policies.summarise_policies,
+    "what shaped a version": _lineage,
     "versions on disk": lambda c: policies.measured_versions(c, 0),
 }
 """Calls of commands that read everything, by their purpose."""

@@ -16,7 +16,8 @@ from trainer.model.agent import PolicyAgent
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
-from turnwise.types import Json, SessionKey
+from turnwise.store.updates import Advantages
+from turnwise.types import Json, PolicyVersion, SessionKey
 
 if TYPE_CHECKING:
     from trainer.batch.selection import Selection
@@ -75,6 +76,12 @@ class Hold(Generic[Given]):
     def why_failed(self, state: ServingState, came_from: Sequence[int]) -> str | None:  # noqa: ARG002
         """Return why a version whose weights come from these fails at once, in the transaction that publishes it."""
         return None
+
+    def announced(self, version: PolicyVersion, parent: int, trained: Mapping[SessionKey, Advantages]) -> None:
+        """Take a version that is about to be published, with what it comes from, and again once its files are written.
+
+        It is not called on an event loop, and may write to the store and to the version's directory.
+        """
 
 
 class Beside(Generic[Given]):

@@ -11,6 +11,7 @@ from trainer.features.experts import Experts, ExpertSettings
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
 from trainer.features.imported import Imported
+from trainer.features.lineage import Lineage
 from trainer.features.memory import MemorySettings, SavingAgent
 from trainer.features.policies import Quotas, QuotaSettings
 from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
@@ -25,7 +26,7 @@ from trainer.train import Features
 
 FEATURES = Features(
     terms=(Supports, Images, Experts),
-    holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions),
+    holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions, Lineage),
     beside=(Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,

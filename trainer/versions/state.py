@@ -317,11 +317,16 @@ class Commits:
             error=None if made.unpublished is None else f"{stored_versions.REFUSED_BY_GATE}: {made.unpublished}",
         )
         if made.is_held:
-            self._ledger.publish(policy, after.progress.recent_versions)
+            self._announce(policy, after, parent, made)
         self._directory = self._thread.submit(self._write_directory, policy, after, parent, made)
         if not made.is_held:
             self._wait_for_directory()
         return policy
+
+    def _announce(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
+        for hold in self._ledger.holds:
+            hold.announced(policy, parent, made.trained)
+        self._ledger.publish(policy, after.progress.recent_versions)
 
     def _write_directory(self, policy: PolicyVersion, after: State, parent: int, made: NewVersion) -> None:
         model, settings = after.policy, self._settings
@@ -333,7 +338,7 @@ class Commits:
         }
         path = self._checkpoints.write_policy(made.version, lambda place: model.save(place, made.weights), manifest)
         written = dataclasses.replace(policy, weights_digest=weights_digest(path))
-        self._ledger.publish(written, after.progress.recent_versions)
+        self._announce(written, after, parent, made)
         log.debug("version %d is on disk %.2f s after its training", made.version, time.monotonic() - made.trained_at)
 
     def _write_behind(self, state: State) -> None:

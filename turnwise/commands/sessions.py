@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import itertools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.output import confirm, print_records, print_stored
+from turnwise.commands.lineage import followed, print_deletion, then_option
+from turnwise.commands.output import confirm, print_stored
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
@@ -27,8 +26,7 @@ from turnwise.errors import NotFound
 from turnwise.types import Json, utc_now, values_of
 
 if TYPE_CHECKING:
-    from turnwise.features import retention
-    from turnwise.store.database import Connection, Database
+    from turnwise.store.database import Database
 
 COLUMNS = (
     "session_id",
@@ -94,8 +92,9 @@ def prune(older_than_days: float, database: str | None, *, as_json: bool) -> Non
 
     before = utc_now() - dt.timedelta(days=older_than_days)
     with opened(database_url(database), creates=False) as store:
-        deleted = _delete_all(store, lambda conn: retention.prune(conn, before))
-    print_records(deleted, as_json=as_json)
+        deleted = retention.delete_all(store, lambda conn: retention.prune(conn, before))
+        finished = retention.finish(store, deleted)
+    print_deletion(finished, as_json=as_json)
 
 
 @click.command("forget")
@@ -103,14 +102,23 @@ def prune(older_than_days: float, database: str | None, *, as_json: bool) -> Non
 @click.option("--session-id", help="Only this session; by default everything of the tenant, its keys included.")
 @click.option("--user-id", help="Only the sessions of this end user.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@then_option
 @database_option
 @json_option
 def forget(
-    tenant: str | None, session_id: str | None, user_id: str | None, database: str | None, *, yes: bool, as_json: bool
+    tenant: str | None,
+    session_id: str | None,
+    user_id: str | None,
+    then: str | None,
+    database: str | None,
+    *,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Delete a session, an end user's sessions or a tenant for good.
 
-    It names the policy versions that were trained on it. It asks first, and fails where there is nothing to delete.
+    It names the policy versions that were trained on it, and the served ones that it shaped; `--then` says what becomes
+    of policies that serve one. It asks first, and fails where there is nothing to delete.
     """
     if session_id is not None and user_id is not None:
         raise click.UsageError("give either --session-id or --user-id")
@@ -126,12 +134,13 @@ def forget(
             confirm(f"Delete {found} for good?", f"not deleted: {found}; answer y, or pass --yes")
         if user_id is not None:
             of_user = SessionFilter(tenant=tenant, user_id=user_id)
-            deleted = _delete_all(store, lambda conn: retention.delete_sessions(conn, of_user))
+            deleted = retention.delete_all(store, lambda conn: retention.delete_sessions(conn, of_user))
         elif session_id is None:
-            deleted = _delete_all(store, lambda conn: retention.delete_tenant(conn, tenant))
+            deleted = retention.delete_all(store, lambda conn: retention.delete_tenant(conn, tenant))
         else:
-            deleted = _delete_all(store, lambda conn: retention.delete_session(conn, tenant, session_id))
-    print_records(deleted, as_json=as_json)
+            deleted = retention.delete_all(store, lambda conn: retention.delete_session(conn, tenant, session_id))
+        finished = followed(store, deleted, then, asks=not yes and not as_json)
+    print_deletion(finished, as_json=as_json)
 
 
 def _contents(store: Database, tenant: str, session_id: str | None, user_id: str | None) -> str:
@@ -157,11 +166,3 @@ def _contents(store: Database, tenant: str, session_id: str | None, user_id: str
     if session_id is not None:
         return f"session {session_id!r} of tenant {tenant!r}"
     return f"all {num_sessions} sessions and {num_keys} keys of tenant {tenant!r}"
-
-
-def _delete_all(database: Database, delete_some: Callable[[Connection], retention.Deleted]) -> Json:
-    """Repeat a deletion, one short transaction each time, until nothing is left; return what it removed and left."""
-    from turnwise.features import retention
-
-    finished: Json = dataclasses.asdict(retention.finish(database, retention.delete_all(database, delete_some)))
-    return finished

@@ -20,6 +20,7 @@ from turnwise.features import (  # noqa: F401
     supports,
     transfers,
 )
+from turnwise.features.lineage import versions as lineage
 from turnwise.features.page import activity  # noqa: F401  its table is declared there
 from turnwise.store import extensions
 
@@ -32,6 +33,7 @@ EXTENSIONS: tuple[extensions.Extension, ...] = (
     inferred.EXTENSION,
     labels.EXTENSION,
     limits.EXTENSION,
+    lineage.EXTENSION,
     policies.EXTENSION,
     prices.EXTENSION,
     summaries.EXTENSION,

@@ -163,13 +163,13 @@ def restrict_session(
 
 
 def denied_since(conn: sa.Connection, read: Collection[SessionKey]) -> set[SessionKey]:
-    """Return those of some sessions that were marked as not to be trained after they were read."""
-    denied = sa.select(sessions.c.tenant, sessions.c.session_id).where(
+    """Return those of some sessions that were marked as not to be trained, or deleted, after they were read."""
+    stored = sa.select(sessions.c.tenant, sessions.c.session_id).where(
         is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in read}),
         is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in read}),
-        sessions.c.train == 0,
+        sessions.c.train == 1,
     )
-    return {(row.tenant, row.session_id) for row in conn.execute(denied)}
+    return {*read} - {(row.tenant, row.session_id) for row in conn.execute(stored)}
 
 
 def restrict_changed(conn: sa.Connection, session: Session) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from turnwise.features.lineage.shaped import ShapedPolicy, keep_links, served_versions, trained_on
 from turnwise.features.policies import bases_since, delete_policies
 from turnwise.store import extensions
 from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
@@ -54,11 +55,18 @@ class Deleted:
     sessions: tuple[SessionKey, ...] = ()
     num_turns: int = 0
     policy_versions: tuple[int, ...] = ()
+    copied_versions: tuple[int, ...] = ()
+    """The versions that were trained on copies of them which stay: on forks."""
     deleted_versions: tuple[PolicyVersion, ...] = ()
     """The versions of the tenant's own policies, as they were: their files are left, for `finish`."""
     num_policies: int = 0
     has_more: bool = False
     """Whether the caller has to repeat the deletion."""
+
+    @property
+    def shaped_versions(self) -> set[int]:
+        """The versions that were trained on them or on copies of them; what comes from these was shaped too."""
+        return {*self.policy_versions, *self.copied_versions}
 
     def __add__(self, other: Deleted) -> Deleted:
         deleted_versions = self.deleted_versions + other.deleted_versions
@@ -67,6 +75,7 @@ class Deleted:
             sessions=self.sessions + other.sessions,
             num_turns=self.num_turns + other.num_turns,
             policy_versions=tuple(sorted({*self.policy_versions, *other.policy_versions} - gone)),
+            copied_versions=tuple(sorted({*self.copied_versions, *other.copied_versions} - gone)),
             deleted_versions=deleted_versions,
             num_policies=self.num_policies + other.num_policies,
             has_more=other.has_more,
@@ -136,31 +145,47 @@ class Deletion:
     num_turns: int
     policy_versions: list[int]
     """The versions that were trained on it, oldest first; every later version of their policy descends from them."""
+    served_versions: list[int]
+    """The versions that were served and that it shaped: trained on it or on a fork, or come from such a version."""
+    shaped_policies: list[ShapedPolicy]
+    """The policies that serve such a version, or would serve it next, with what was done."""
     cloned_versions: list[int]
     """Versions since the first of those from which other policies were created."""
     num_policies: int
     """Policies of the tenant that were deleted with it."""
     deleted_versions: list[int]
-    """The versions of those policies."""
+    """The versions of those policies, and of the policies that were dropped."""
     directories_left: list[str]
     """Directories of those versions that were not removed: they are on another machine, or no trainer wrote them.
     Those that a version of another policy has too are left out."""
 
 
-def finish(database: Database, deleted: Deleted) -> Deletion:
+def finish(
+    database: Database,
+    deleted: Deleted,
+    shaped: Sequence[ShapedPolicy] = (),
+    dropped: Sequence[PolicyVersion] = (),
+    tenant: str | None = None,
+) -> Deletion:
+    """Remove the files of deleted and dropped policies; return what is left, as a tenant may see it; None sees all."""
+    gone = (*deleted.deleted_versions, *dropped)
     with database.read() as conn:
+        served = served_versions(conn, deleted.shaped_versions, tenant)
         cloned = bases_since(conn, deleted.policy_versions)
         path = policy_versions.c.path
-        is_deleted = path.in_({policy.path for policy in deleted.deleted_versions})
-        in_use = set(conn.execute(sa.select(path).where(is_deleted)).scalars())
+        is_deleted = path.in_({policy.path for policy in gone})
+        is_gone = policy_versions.c.version.in_({policy.version for policy in gone})
+        in_use = set(conn.execute(sa.select(path).where(is_deleted, ~is_gone)).scalars())
     return Deletion(
         num_sessions=len(deleted.sessions),
         num_turns=deleted.num_turns,
         policy_versions=list(deleted.policy_versions),
+        served_versions=served,
+        shaped_policies=list(shaped),
         cloned_versions=cloned,
         num_policies=deleted.num_policies,
-        deleted_versions=[policy.version for policy in deleted.deleted_versions],
-        directories_left=remove_files(deleted.deleted_versions, in_use),
+        deleted_versions=[policy.version for policy in gone],
+        directories_left=remove_files(gone, in_use),
     )
 
 
@@ -207,12 +232,8 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     if _forget_answers(conn, names) == ROWS_AT_ONCE:
         return Deleted(has_more=True)
     pks = [row.session_pk for row in found]
-    versions = conn.execute(
-        sa.select(trained_sessions.c.policy_version)
-        .where(is_among(conn.dialect, trained_sessions.c.session_pk, pks))
-        .distinct()
-    ).scalars()
-    trained_on = tuple(sorted(versions))
+    own, copied = trained_on(conn, pks)
+    keep_links(conn, pks)
     for table in (session_copies, trained_sessions, *extensions.tables_of_sessions):
         conn.execute(sa.delete(table).where(is_among(conn.dialect, table.c.session_pk, pks)))
     for forget in extensions.after_deletion:
@@ -238,7 +259,12 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     finished = (row for row in found if row.status != SessionStatus.OPEN and row.num_rewards > 0)
     gone = leave(conn, (row.group_pk for row in found), (row.group_pk for row in finished))
     forget_in_states(conn, names, gone)
-    return Deleted(sessions=names, num_turns=sum(row.num_turns for row in found), policy_versions=trained_on)
+    return Deleted(
+        sessions=names,
+        num_turns=sum(row.num_turns for row in found),
+        policy_versions=tuple(sorted(own)),
+        copied_versions=tuple(sorted(copied - own)),
+    )
 
 
 def _forget_answers(conn: sa.Connection, deleted: Sequence[SessionKey]) -> int:

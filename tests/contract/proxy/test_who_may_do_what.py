@@ -261,7 +261,17 @@ def test_a_tenant_deletes_a_session_and_then_itself(tmp_path):
         world = World(http, database)
         admin = world.keys["mine", "admin"]
         gone = {"num_sessions": 1, "num_turns": 1, "num_policies": 0}
-        gone |= {key: [] for key in ("policy_versions", "cloned_versions", "deleted_versions", "directories_left")}
+        gone |= {
+            key: []
+            for key in (
+                "policy_versions",
+                "served_versions",
+                "shaped_policies",
+                "cloned_versions",
+                "deleted_versions",
+                "directories_left",
+            )
+        }
         assert world.ask("DELETE", "/v1/sessions/mine-own", admin).json() == gone
         assert world.ask("GET", "/v1/sessions/mine-own", admin).status_code == 404
         assert world.ask("DELETE", "/v1/tenant", admin).json() == gone

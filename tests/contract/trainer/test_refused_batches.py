@@ -14,8 +14,9 @@ from trainer.checks.gap import Verdicts
 from trainer.claims.claims import Claims
 from trainer.features.memory import OUT_OF_MEMORY, check_fitting
 from turnwise.errors import SettingsError
-from turnwise.features import consent
+from turnwise.features import consent, retention
 from turnwise.features.experts import EXPERTS as ROUTING
+from turnwise.features.lineage import versions as lineage
 from turnwise.store import rewards, schema, sessions, turns
 from turnwise.types import Reward, Session, Split
 
@@ -69,10 +70,10 @@ def test_the_publishing_gate_leaves_out_sessions_that_were_routed_in_another_mod
     assert "leaves out 1 of 5 chains" in caplog.text
 
 
-def test_what_is_marked_between_the_claim_and_the_batch_is_not_trained_and_the_rest_of_its_batch_is(
+def test_what_is_marked_or_deleted_between_the_claim_and_the_batch_is_not_trained_and_the_rest_of_its_batch_is(
     tmp_path, model, ledger, monkeypatch
 ):
-    """One session of one group, and all four of another, are marked once the trainer has read them."""
+    """One session of one group, and all four of another, are marked once the trainer has read them; one is deleted."""
     Rollouts(ledger, load_model(model)).play("g", num_groups=3)
     denied = {"g-0-1", *(f"g-1-{run}" for run in range(4))}
     read = Claims._experiences
@@ -82,6 +83,7 @@ def test_what_is_marked_between_the_claim_and_the_batch_is_not_trained_and_the_r
         with ledger.write() as conn:
             for session_id in denied:
                 consent.restrict_session(conn, "default", session_id, f"{session_id}~", True)
+            retention.delete_session(conn, "default", "g-2-3")
         return found
 
     monkeypatch.setattr(Claims, "_experiences", read_and_mark)
@@ -91,5 +93,7 @@ def test_what_is_marked_between_the_claim_and_the_batch_is_not_trained_and_the_r
         trained = set(conn.execute(joined).scalars())
         found = conn.execute(sa.select(schema.groups.c.group_id, schema.groups.c.status)).all()
         status = {row.group_id: row.status for row in found}
-    assert trained == {f"g-{group}-{run}" for group in (0, 2) for run in range(4)} - denied
+        num_trained = conn.execute(sa.select(lineage.version_lineages.c.num_sessions)).scalar_one()
+    assert trained == {f"g-{group}-{run}" for group in (0, 2) for run in range(4)} - denied - {"g-2-3"}
+    assert num_trained == len(trained)
     assert status == {"g-0": "trained", "g-1": "dropped", "g-2": "trained"}

@@ -130,6 +130,7 @@ def test_of_a_claimed_group_the_sessions_without_a_mark_are_trained_and_the_leas
         add_session(database, name, group_id="g", group_size=2, user_id=name)
         finish(database, name)
     held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
+    add_session(database, "a", tenant="other")
     apply(database, mark("user", "a"))
     with database.read() as conn:
         found = list(experiences.experiences_of_groups(conn, held.group_pks))

@@ -1,0 +1,1 @@
+"""Lineage: which sessions shaped a version, and what a deletion leaves shaped."""
