@@ -19,6 +19,7 @@ from turnwise.errors import Conflict
 from turnwise.features import (
     arms,
     consent,
+    estimates,
     examples,
     feedback,
     forks,
@@ -29,6 +30,7 @@ from turnwise.features import (
     limits,
     policies,
     records,
+    remote_claims,
     retention,
     rewinds,
     sentinels,
@@ -47,6 +49,7 @@ from turnwise.features.page import updates as page_updates
 from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
+from turnwise.features.remote_claims import Held, Work
 from turnwise.store import (
     claims,
     conversations,
@@ -294,6 +297,36 @@ def _withdrawn_feedback(conn: sa.Connection) -> None:
     thumb = Feedback(session_id="unrewarded", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
     feedback.add(conn, thumb, reward=1.0)
     feedback.withdraw(conn, thumb, retrain=True)
+
+
+def _remote_claims(conn: sa.Connection) -> None:
+    """Claim over HTTP, twice with one key, renew, give back, claim again, and acknowledge twice."""
+    how = {"max_groups": 4, "singles_per_group": 1, "lease_seconds": 60.0}
+    for request in ("one", "one", "two"):
+        taken = remote_claims.take(conn, "t", "theirs", request, DEFAULT_POLICY, **how)
+        assert taken is not None
+        held = [
+            Held(group=each.group_pk, group_id=each.group_id, fencing_token=each.fencing_token) for each in taken.groups
+        ]
+        remote_claims.renew(conn, "t", held, 60.0)
+        if request == "one":
+            again = remote_claims.take(conn, "t", "theirs", request, DEFAULT_POLICY, **how)
+            assert again == taken
+            remote_claims.release(conn, "t", held, "tired")
+    versions.publish_version(conn, PolicyVersion(version=7, path="theirs"))
+    trained = {f"t-{each.group_id}-t1": 0.5 for each in held if each.group_id == "over"}
+    work = Work(trainer_id="theirs", policy_version=7, trained=trained, refused={}, metrics={})
+    assert remote_claims.ack(conn, "t", held, work) == remote_claims.ack(conn, "t", held, work)
+
+
+def _estimates(conn: sa.Connection) -> None:
+    """Keep single sessions from training, and read those that a version is estimated from."""
+    estimates.keeping(conn, DEFAULT_POLICY, 1.0, 0)
+    estimates.num_trained(conn, DEFAULT_POLICY)
+    sessions.create_session(conn, _session("fresh", split=Split.EVAL))
+    turns.append_turns(conn, [make_turn("t77", session_id="fresh", tenant="t")])
+    sessions.end_session(conn, "t", "fresh", reward=Reward(session_id="fresh", tenant="t", value=1.0))
+    estimates.candidates(conn, 9)
 
 
 def changed(conn: sa.Connection, change: groups.GroupChange) -> list[str]:
@@ -551,6 +584,9 @@ OF_THE_WHOLE_STORE: dict[str, Ask] = {
     "counts of the store": overview.count_rows,
     "all updates": lambda c: updates.updates_after(c, -1, None),
     "what a source said": lambda c: feedback.feedback_from(c, "t", "a program"),
+    "what a source said later": lambda c: feedback.feedback_from(c, "t", "a program", after="s"),
+    "a claim over HTTP": _remote_claims,
+    "what a version is estimated from": _estimates,
     "summaries of policies": policies.summarise_policies,
     "what shaped a version": _lineage,
     "versions on disk": lambda c: policies.measured_versions(c, 0),

@@ -115,7 +115,7 @@ def renew(conn: sa.Connection, tenant: str, held: Sequence[Held], lease_seconds:
     claim = _claim(tenant, held)
     claims.renew(conn, claim, lease_seconds)
     stored = _stored(conn, claim)
-    denied = sa.select(sessions.c.session_id).where(_of_groups(conn, stored), sessions.c.train == 0)
+    denied = sa.select(sessions.c.session_id).where(_of_groups(conn.dialect, stored), sessions.c.train == 0)
     return Renewed(
         rows.from_micros(clock(conn) + int(lease_seconds * 1e6)),
         conn.execute(denied.order_by(sessions.c.session_pk)).scalars().all(),
@@ -207,9 +207,9 @@ def _update(conn: sa.Connection, update_id: int) -> UpdateRecord:
     return rows.UPDATES.record(row)
 
 
-def _of_groups(conn: sa.Connection, stored: Mapping[int, rows.StoredRow]) -> sa.ColumnElement[bool]:
+def _of_groups(dialect: sa.Dialect, stored: Mapping[int, rows.StoredRow]) -> sa.ColumnElement[bool]:
     whole = {row.part_of or pk for pk, row in stored.items()}
-    return is_among(conn.dialect, sessions.c.group_pk, whole)
+    return is_among(dialect, sessions.c.group_pk, whole)
 
 
 def _trained(
@@ -220,7 +220,7 @@ def _trained(
     found = conn.execute(
         sa.select(turns.c.turn_id, sessions.c.session_id, size.label("size"))
         .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
-        .where(_of_groups(conn, kept), is_among(conn.dialect, turns.c.turn_id, set(advantages)))
+        .where(_of_groups(conn.dialect, kept), is_among(conn.dialect, turns.c.turn_id, set(advantages)))
     ).all()
     strange = sorted(advantages.keys() - {row.turn_id for row in found})
     if strange:
