@@ -2,8 +2,7 @@
 
     python train.py MODEL_DIRECTORY SHARED_DIRECTORY [--url http://127.0.0.1:8100] [--updates 10] [--rate 1e-6]
 
-Serve with `turnwise proxy`, without a trainer of ours. Each update writes and publishes its weights, and then
-acknowledges its groups, so that each is trained once.
+Serve with `turnwise proxy`. Each update publishes its weights, and then acknowledges its groups: each is trained once.
 """
 
 import argparse
@@ -53,9 +52,11 @@ def inputs_of(chains: list[dict], num_tokens: int, device: torch.device) -> dict
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-arguments = {"model": "", "out": "", "--url": "http://127.0.0.1:8100", "--updates": 10, "--rate": 1e-6}
-for name, default in arguments.items():
-    parser.add_argument(name, default=default, type=type(default))
+parser.add_argument("model")
+parser.add_argument("out")
+parser.add_argument("--url", default="http://127.0.0.1:8100")
+parser.add_argument("--updates", default=10, type=int)
+parser.add_argument("--rate", default=1e-6, type=float)
 given = parser.parse_args()
 trainer, proxy = trl_trainer(given.model, given.out), Client(given.url)
 optimizer = torch.optim.AdamW(trainer.model.parameters(), given.rate)

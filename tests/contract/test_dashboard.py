@@ -76,6 +76,7 @@ def test_the_page_needs_no_key_but_its_data_does(http):
         "v1/counts",
         "v1/doctor",
         "v1/events",
+        "v1/examples/",
         "v1/experiences",
         "v1/feedback",
         "v1/images/",
@@ -89,7 +90,7 @@ def test_the_page_needs_no_key_but_its_data_does(http):
         "v1/updates/summaries",
     }
     for path in sorted(read | {"v1/events"}):
-        method = "POST" if path in {"v1/rewards", "v1/policies/"} else "GET"
+        method = {"v1/rewards": "POST", "v1/policies/": "POST", "v1/examples/": "PUT"}.get(path, "GET")
         tails = {"v1/turns/": "x/tokens", "v1/policies/": "1/activate"}
         tail = tails.get(path, "x" if path.endswith("/") else "")
         assert http.request(method, f"/{path}{tail}").status_code == (200 if path in PUBLIC else 401), path
