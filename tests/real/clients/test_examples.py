@@ -132,9 +132,13 @@ def test_the_node_example_runs_and_is_one_exact_chain(proxy, fake_engine, node_p
     played.check(printed, [None, None])
 
 
-NO_AGENTS = {"demos", "gigpo", "policies"}
-"""Directories of the demos' drivers and of an algorithm, which the trainer loads."""
-AGENTS = sorted(path for path in EXAMPLES.glob("*/*.py") if path.parent.name not in NO_AGENTS)
+NO_AGENTS = {"demos", "gigpo", "policies", "trl_claims", "secret/tasks.py"}
+"""The demos' drivers and tasks, an algorithm, which the trainer loads, and a trainer."""
+AGENTS = sorted(
+    path
+    for path in EXAMPLES.glob("*/*.py")
+    if NO_AGENTS.isdisjoint({path.parent.name, path.relative_to(EXAMPLES).as_posix()})
+)
 
 
 @pytest.mark.parametrize("program", AGENTS, ids=lambda path: path.parent.name)

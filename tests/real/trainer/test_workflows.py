@@ -138,13 +138,14 @@ def test_a_batch_is_not_acknowledged_where_its_version_could_not_be_written(tmp_
         assert updates.last_update(conn) is None
 
 
-def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, model, ledger):
+def test_the_engines_directory_holds_only_model_files_and_two_manifests(tmp_path, model, ledger):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     train(settings_for(tmp_path, model, total_batches=1))
     directory = tmp_path / "policies" / "v000001"
     assert {path.name for path in directory.iterdir()} == {
         "config.json",
         "generation_config.json",
+        "lineage.json",
         "model.safetensors",
         "turnwise.json",
     }
