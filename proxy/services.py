@@ -291,7 +291,8 @@ class Services:
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""
         with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
-            await asyncio.wait_for(self.idle.wait(), self.settings.commit_timeout_seconds)
+            async with asyncio.timeout(self.settings.commit_timeout_seconds):
+                await self.idle.wait()
         await self.pool.close()
         self.reading.close()
         self.process.close()

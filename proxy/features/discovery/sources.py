@@ -40,7 +40,8 @@ def reader(source: str) -> Read:
 
 async def _within(reading: Awaitable[list[str]], source: str) -> list[str]:
     try:
-        found = await asyncio.wait_for(reading, READ_SECONDS)
+        async with asyncio.timeout(READ_SECONDS):
+            found = await reading
     except (OSError, TimeoutError, Disconnected, ValueError, KeyError, TypeError) as error:
         why = str(error) or type(error).__name__
         raise SettingsError(f"engines={source!r} cannot be read ({why}): the last list of engines is kept") from error

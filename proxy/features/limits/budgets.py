@@ -152,7 +152,8 @@ class Budgets:
         """Write all amounts; those of a failed write are written with the next one."""
         while self._unwritten:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._at_once.wait(), WRITE_SECONDS)
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await self._at_once.wait()
             self._at_once.clear()
             self._in_write, self._unwritten = self._unwritten, {}
             try:

@@ -52,7 +52,8 @@ class Retention(Beside):
                 services.metrics.background_errors.labels("sweep").inc()
                 log.exception("a deletion of old data failed unexpectedly, will retry")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_deleted.wait(), SWEEP_SECONDS)
+                async with asyncio.timeout(SWEEP_SECONDS):  # `wait_for` of Python 3.11 may swallow a cancellation
+                    await self._has_deleted.wait()
 
     async def delete_all(
         self, delete_some: Callable[Concatenate[Connection, P], Deleted], *arguments: P.args, **options: P.kwargs

@@ -172,7 +172,8 @@ class _Workers:
                 delay,
             )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._stop.wait()
 
     async def _start(self, number: int) -> _Worker:
         """Start a worker and send it its setup."""
