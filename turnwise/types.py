@@ -25,6 +25,8 @@ from turnwise.errors import BadLine
 
 Json = dict[str, Any]
 TokenIds = npt.NDArray[np.int32]
+TOKEN_BYTES = 4
+"""Of one token id, in memory and in the store."""
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one dimension."""
 Parts = dict[str, bytes]

@@ -25,7 +25,7 @@ from turnwise.store.policies import find_policy, names_of_policies
 from turnwise.store.schema import columns_of, index, metadata, sessions
 from turnwise.store.schema import turns as stored_turns
 from turnwise.store.selection import session_row
-from turnwise.store.statements import insert_rows
+from turnwise.store.statements import insert_rows, read_page
 from turnwise.store.turns import TurnView, read_turn
 from turnwise.store.versions import known_version
 from turnwise.types import DEFAULT_POLICY, TRAINED_ROLES, Json, TokenIds, image_digests, utc_now
@@ -248,9 +248,9 @@ def list_lines(
     found = _JOINED.where(examples.c.tenant == tenant).order_by(examples.c.example_id)
     if after is not None:
         found = found.where(examples.c.example_id > after)
-    page = conn.execute(found if limit is None else found.limit(limit + 1)).all()
-    shown, names, digest = page if limit is None else page[:limit], names_of_policies(conn), _model_digest(conn)
-    return [_line(_ROWS.record(row), names, digest) for row in shown], len(page) > len(shown)
+    page, has_more = (conn.execute(found).all(), False) if limit is None else read_page(conn, found, limit)
+    names, digest = names_of_policies(conn), _model_digest(conn)
+    return [_line(_ROWS.record(row), names, digest) for row in page], has_more
 
 
 def read_line(conn: sa.Connection, tenant: str, example_id: str) -> ExampleLine:

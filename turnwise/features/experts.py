@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from turnwise.chains import Experience
 from turnwise.parts import Part, PartProblem
-from turnwise.types import Turn
+from turnwise.types import TOKEN_BYTES, Turn
 
 EXPERTS = "experts"
 DIMENSIONS = 3
-TOKEN_BYTES = 4
 Routing: TypeAlias = npt.NDArray[np.int16]
 """Experts of each token by layer, -1 where they are not known. [L, layers, experts a token]"""
 

@@ -21,9 +21,8 @@ from turnwise.store.schema import groups, policies, sessions, turns
 from turnwise.store.schema import updates as stored_updates
 from turnwise.store.statements import is_among, size_of
 from turnwise.store.trainer_reports import TrainerState
-from turnwise.types import DEFAULT_POLICY, GroupStatus, Json, SessionKey, UpdateRecord
+from turnwise.types import DEFAULT_POLICY, TOKEN_BYTES, GroupStatus, Json, SessionKey, UpdateRecord
 
-TOKEN_BYTES = 4
 MOST_NAMED = 5
 
 

@@ -20,7 +20,7 @@ from turnwise.chains import Experience, is_trainable
 from turnwise.engine_plugin.supports import FIELD, from_text, tolerance
 from turnwise.parts import Part, PartProblem
 from turnwise.sampling import SUPPORT
-from turnwise.types import Json, TokenIds, Turn
+from turnwise.types import TOKEN_BYTES, Json, TokenIds, Turn
 
 Support: TypeAlias = Sequence[TokenIds | None]
 """The sorted ids that could be sampled at each token; None where they are not known."""
@@ -28,7 +28,6 @@ SHOWN = (
     "The ids that top-k, top-p and min-p left to sample from at each of `token_ids`, null where they are not known; "
     "null if they cut nothing off, or the engine did not say what. [R]"
 )
-TOKEN_BYTES = 4
 NAMED_ID = "token_id:"
 """How vLLM begins the name of a token that it names by its id."""
 ID_DIGITS = 10

@@ -222,12 +222,12 @@ def set_budget(conn: sa.Connection, key_id: str, token_budget: int) -> Key:
 
 def server_secret(conn: sa.Connection) -> bytes:
     """Return the secret with which all proxy processes sign session keys; the first call creates it."""
-    return _made_once(conn, _SESSION_KEYS, _SECRET_BYTES)
+    return made_once(conn, _SESSION_KEYS, _SECRET_BYTES)
 
 
 def database_id(conn: sa.Connection) -> str:
     """Return the random id that tells this database's adapters from others' on a shared engine, made once."""
-    return _made_once(conn, _DATABASE_ID, _DATABASE_ID_BYTES).hex()
+    return made_once(conn, _DATABASE_ID, _DATABASE_ID_BYTES).hex()
 
 
 def known_database_id(conn: sa.Connection) -> str | None:
@@ -236,7 +236,8 @@ def known_database_id(conn: sa.Connection) -> str | None:
     return None if value is None else bytes(value).hex()
 
 
-def _made_once(conn: sa.Connection, name: str, num_bytes: int) -> bytes:
+def made_once(conn: sa.Connection, name: str, num_bytes: int) -> bytes:
+    """Return the database's secret of this name, which is made at the first call."""
     insert_ignoring(conn, secrets_table, {"name": name, "value": secrets.token_bytes(num_bytes)})
     return bytes(conn.execute(sa.select(secrets_table.c.value).where(secrets_table.c.name == name)).scalar_one())
 

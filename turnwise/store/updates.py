@@ -20,10 +20,10 @@ from turnwise.store.schema import groups, sessions, trained_sessions, turns
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import updates as table
 from turnwise.store.statements import beginning_of_parts, insert_rows, is_among, read_page, size_of
-from turnwise.types import DEFAULT_POLICY, TRAINED_ROLES, GroupStatus, SessionKey, TrainedIn, UpdateRecord
+from turnwise.types import DEFAULT_POLICY, TOKEN_BYTES, TRAINED_ROLES, GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
 _ITEM_BYTES = 200
-COUNTED_SESSIONS, COUNTED_TURNS, TOKEN_BYTES = 200, 2000, 4
+COUNTED_SESSIONS, COUNTED_TURNS = 200, 2000
 Advantages = Mapping[str, float]
 Updates: TypeAlias = Sequence[tuple[TrainedIn, Mapping[str, float]]]
 
@@ -84,15 +84,7 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
     """Store the turns that an update trained, with their advantages; return their digest, None without turns."""
     if not trained:
         return None
-    found = conn.execute(
-        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
-            is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in trained}),
-            is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in trained}),
-        )
-    )
-    pks = {(row.tenant, row.session_id): row.session_pk for row in found}
-    of_turns = _turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
-    of_sessions = {key: rows.session_digest(advantages, of_turns) for key, advantages in trained.items()}
+    pks, of_sessions = session_pks(conn, trained), session_digests(conn, trained)
     insert_rows(
         conn,
         trained_sessions,
@@ -109,6 +101,23 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
         ],
     )
     return rows.batch_digest(of_sessions)
+
+
+def session_pks(conn: sa.Connection, keys: Collection[SessionKey]) -> dict[SessionKey, int]:
+    """Return the numbers of those of some sessions that are stored."""
+    found = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
+            is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in keys}),
+            is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in keys}),
+        )
+    )
+    return {key: row.session_pk for row in found if (key := (row.tenant, row.session_id)) in keys}
+
+
+def session_digests(conn: sa.Connection, trained: Mapping[SessionKey, Advantages]) -> dict[SessionKey, bytes | None]:
+    """Return the digest of what an update trains of each session."""
+    of_turns = _turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
+    return {key: rows.session_digest(advantages, of_turns) for key, advantages in trained.items()}
 
 
 def list_updates(

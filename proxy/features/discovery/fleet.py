@@ -64,7 +64,6 @@ class Fleet(Beside):
             while self._read is not None:
                 await self._look(self._read)
                 await asyncio.sleep(WATCH_SECONDS)
-            await asyncio.get_running_loop().create_future()
         finally:
             for task in self._leaving:
                 task.cancel()

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import secrets
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -20,15 +19,16 @@ from typing import Any, Literal
 import sqlalchemy as sa
 
 from turnwise.features import policies
-from turnwise.store import rows, versions
+from turnwise.store import keys, rows, versions
 from turnwise.store.extensions import Extension
 from turnwise.store.policies import get_policy
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import index, metadata, session_copies, sessions, trained_sessions, turns, updates
+from turnwise.store.schema import index, metadata, session_copies, sessions, trained_sessions, updates
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import policy_versions as versions_table
 from turnwise.store.schema import secrets as secrets_table
-from turnwise.store.statements import insert_ignoring, insert_rows, is_among, read_page
+from turnwise.store.statements import insert_rows, is_among, read_page
+from turnwise.store.updates import session_digests, session_pks
 from turnwise.types import IMPORT, Json, PolicyVersion, SessionKey
 
 FORMAT = 1
@@ -91,15 +91,9 @@ def note_version(
 
     A repetition replaces what was noted, so a number that a killed trainer has left is used again.
     """
-    found = conn.execute(
-        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
-            is_among(conn.dialect, sessions.c.tenant, {tenant for tenant, _ in trained}),
-            is_among(conn.dialect, sessions.c.session_id, {session_id for _, session_id in trained}),
-        )
-    )
-    pks = [row.session_pk for row in found if (row.tenant, row.session_id) in trained]
+    pks = session_pks(conn, trained.keys()).values()
     manifest = _manifest(conn, version, parent, trained) | of_trainer
-    insert_ignoring(conn, secrets_table, {"name": KEY, "value": secrets.token_bytes(KEY_BYTES)})
+    keys.made_once(conn, KEY, KEY_BYTES)
     signature = _sign(conn, canonical(manifest)) if version.is_written else None
     _forget_recorded(conn, version.version)
     row = {"version": version.version, "path": version.path, "parent": parent, "num_sessions": len(trained)}
@@ -123,12 +117,6 @@ def _forget_recorded(conn: sa.Connection, version: int) -> None:
 def _manifest(
     conn: sa.Connection, version: PolicyVersion, parent: int, trained: Mapping[SessionKey, Mapping[str, float]]
 ) -> Json:
-    turn_ids = {turn_id for advantages in trained.values() for turn_id in advantages}
-    found = conn.execute(
-        sa.select(turns.c.turn_id, turns.c.digest).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
-    )
-    of_turns = {row.turn_id: row.digest for row in found}
-    of_sessions = {key: rows.session_digest(advantages, of_turns) for key, advantages in trained.items()}
     base, noted, policy = versions.known_version(conn, 0), _noted(conn, parent), get_policy(conn, version.policy_id)
     return {
         "format": FORMAT,
@@ -140,8 +128,8 @@ def _manifest(
         "update_id": version.update_id,
         "data": {
             "num_sessions": len(trained),
-            "num_turns": len(turn_ids),
-            "digest": rows.batch_digest(of_sessions),
+            "num_turns": len({turn_id for advantages in trained.values() for turn_id in advantages}),
+            "digest": rows.batch_digest(session_digests(conn, trained)),
         },
         "base_model_digest": None if base is None else base.model_digest,
     }

@@ -19,7 +19,7 @@ from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import SessionFilter, session_rows
 from turnwise.store.sessions import list_sessions, sessions_from_rows
 from turnwise.store.statements import PAGE_BYTES, ROW_BYTES, has_text, is_among, size_of
-from turnwise.types import Outcome, Session
+from turnwise.types import TOKEN_BYTES, Outcome, Session
 
 WINDOW = 50
 MAX_SEARCHED = 2000
@@ -27,7 +27,6 @@ MAX_SECONDS = 2.0
 MAX_TEXT_BYTES = 256 * 1024
 """Stored size above which a first prompt or a last reply is not read."""
 MAX_COUNTED_TURNS = 1_000
-TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
