@@ -107,3 +107,8 @@ def test_thumbs_comments_and_edits_are_posted_once_and_revised(tmp_path: Path) -
         edits = [each for each in client.feedback_of("c") if each["kind"] == "demonstration"]
         assert [(each["turn_id"], each["value"]) for each in edits] == [(turns[0], "In Oslo."), (turns[2], "No.")]
         assert {each["source"] for each in edits} == {"open-webui"}
+        messages["m1"]["content"] = messages["m1"]["originalContent"] = "<details>hm</details>\nIn Rome."
+        with served(documents) as url:
+            assert [pass_on(client, WebUI(url, "sk-admin"))["withdrawn"] for _ in range(2)] == [1, 0]
+        edits = [each for each in client.feedback_of("c") if each["kind"] == "demonstration"]
+        assert [(each["turn_id"], each["value"]) for each in edits] == [(turns[2], "No.")]  # m3 is edited still

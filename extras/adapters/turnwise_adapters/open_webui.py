@@ -127,7 +127,7 @@ class Chat:
                 self._turns[text_of((turn["response"] or {}).get("content"))].append(turn["turn_id"])
             for each in client.feedback_of(session_id):
                 self.posted[each["turn_id"], each["kind"]] = each["value"]
-                if each["source"] == SOURCE and each["kind"] in ("boolean", "comment"):
+                if each["source"] == SOURCE:
                     self.own.add((each["turn_id"], each["kind"]))
 
     def turn_of(self, message_id: str) -> str | None:
@@ -141,6 +141,17 @@ class Chat:
             if text and (turn := next(edits, None)) is not None:  # it was edited before
                 return turn
         return None
+
+    def withdrawn(self) -> set[tuple[str | None, str]]:
+        """Return what this command has posted and Open WebUI has no longer.
+
+        An edit is gone only where its message reads as it was sampled: Open WebUI may forget what an edited reply was.
+        """
+        if not self.is_whole:
+            return set()
+        replies = (key for key, message in self._messages.items() if message.get("role") == "assistant")
+        restored = {self.turn_of(key) for key in replies if text_of(self._messages[key].get("content")) in self._turns}
+        return {(turn, kind) for turn, kind in self.own - self.said if kind != "demonstration" or turn in restored}
 
     def _place(self, message_id: str, text: str) -> int:
         same = [
@@ -185,7 +196,7 @@ def pass_on(client: Client, web_ui: WebUI) -> Json:
             client.feedback(said.kind, said.value, turn_id=turn_id, source=SOURCE)
             counts[said.kind] += 1
     for chat in known.values():
-        for turn_id, kind in chat.own - chat.said if chat.is_whole else ():
+        for turn_id, kind in chat.withdrawn():
             client.withdraw_feedback(kind, turn_id=turn_id)
             counts["withdrawn"] += 1
     return counts
