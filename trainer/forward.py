@@ -21,9 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer.features import Settings
 from trainer.features.supports.processors import SampledTurn, TurnProcessors, apply_to_turn
 from trainer.features.supports.turns import Vocabulary, processors
 from trainer.model.loading import is_capped, model_class, read_config
+from trainer.model.model import Policy
 from turnwise.features.supports import unpack
 from turnwise.sampling import SUPPORT, temperature_of
 from turnwise.store.turns import TurnView
@@ -38,6 +40,8 @@ MODELS_KEPT = 2
 ALL = "all of the model"
 EXPLAINED = 0.1
 """A part explains an answer if its old weights leave at most this share of the difference."""
+CHANGE = 0.1
+"""Size of random changes, as a share of a weight's own size; of what is zero, the size itself."""
 _OF_MODULE = re.compile(r"\.(weight|bias|lora_.*)$")
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
@@ -118,6 +122,35 @@ class ForwardChecker:
         if (version, dtype) not in self._models:
             self._models[version, dtype] = load_version(self._versions[version], dtype)
         return self._models[version, dtype]
+
+
+def change_at_random(
+    model: str, kind: PolicyKind, directory: Path, tokens: list[int], positions: Sequence[int], dtype: str
+) -> tuple[list[float], list[float]]:
+    """Write a version whose weights are random changes of a model's.
+
+    Returns:
+        The logprobs of some tokens of a text under it in float32; and in `dtype`, empty where that is the same.
+    """
+    policy = Policy(Settings(model=model, kind=kind, device="cpu"))
+    policy.load(0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if parameter.requires_grad and ("lora_B" in name or kind is PolicyKind.FULL):
+                size = CHANGE * float(parameter.float().square().mean().sqrt())
+                parameter.add_(torch.randn_like(parameter) * (size or CHANGE))
+    policy.save(directory, policy.trained_state())
+
+    def logprobs() -> list[float]:
+        log_p_TV = policy.next_logprobs(tokens)
+        return [float(log_p_TV[position - 1, tokens[position]]) for position in positions]
+
+    exact = logprobs()
+    if dtype == "float32":
+        return exact, []
+    policy.model.to(getattr(torch, dtype))
+    return exact, logprobs()
 
 
 def load_version(version: PolicyVersion, dtype: str = "float32") -> Any:

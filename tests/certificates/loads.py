@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from trainer.features import Settings
+from trainer.forward import change_at_random
 from trainer.model.loading import check_trainable, read_config
-from trainer.model.model import Policy
 from turnwise.errors import TurnwiseError
 from turnwise.processes.served_model import check_served, cpu_dtype_of
 from turnwise.types import PolicyKind
 from turnwise.verify.certificate import LARGEST_GAP
 
-NUM_TOKENS, RANK, CHANGE = 40, 8, 0.03
+NUM_TOKENS, RANK = 40, 16
 LIMITS = {"float32": LARGEST_GAP, "bfloat16": 0.1}
 """Largest gap in float32 and the mean one in bfloat16 after a load, in nats."""
 ENVIRONMENT = {
@@ -30,20 +30,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def change(model: str, kind: PolicyKind, directory: Path) -> tuple[list[int], torch.Tensor]:
-    """Write a version with random changes; return a text and the trainer's logprobs of its tokens after the first."""
-    policy = Policy(Settings(model=model, kind=kind, device="cpu", lora_rank=RANK))
-    policy.load(0)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if parameter.requires_grad and ("lora_B" in name or kind is PolicyKind.FULL):
-                parameter.add_(torch.randn_like(parameter) * CHANGE)
-    policy.save(directory, policy.trained_state())
-    tokens = torch.randint(0, 500, (NUM_TOKENS,)).tolist()
-    return tokens, policy.next_logprobs(tokens)[torch.arange(NUM_TOKENS - 1), torch.tensor(tokens[1:])]
 
 
 def _is_possible(model: str, kind: PolicyKind) -> bool:
@@ -59,7 +45,11 @@ def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Return the largest and the mean difference by what was loaded, in nats."""
     os.environ.update(ENVIRONMENT)
     kinds = [kind for kind in PolicyKind if _is_possible(model, kind)]
-    expected = {kind: change(model, kind, scratch / kind) for kind in kinds}
+    tokens, positions = torch.randint(0, 500, (NUM_TOKENS,)).tolist(), range(1, NUM_TOKENS)
+    expected = {
+        kind: torch.tensor(change_at_random(model, kind, scratch / kind, tokens, positions, "float32")[0])
+        for kind in kinds
+    }
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
 
@@ -69,13 +59,12 @@ def compare(model: str, flags: dict[str, Any], scratch: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"dtype": cpu_dtype_of(model)}
 
     def measure(name: str, kind: PolicyKind, request: Any = None) -> None:
-        tokens, logprobs = expected[kind]
         engine.reset_prefix_cache()
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
         reply = engine.generate(TokensPrompt(prompt_token_ids=tokens), asked, lora_request=request, use_tqdm=False)[0]
         places = zip(reply.prompt_logprobs[1:], tokens[1:], strict=True)
         own = torch.tensor([found_there[token].logprob for found_there, token in places])
-        gap = (own - logprobs).abs()
+        gap = (own - expected[kind]).abs()
         found[name] = {"max": float(gap.max()), "mean": float(gap.mean())}
 
     measure("unchanged", kinds[0])

@@ -4,14 +4,20 @@ import json
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
+import torch
 from support.servers import serving
+from support.tiny_models import load_model, logprobs_of, make_model
 from support.waiting import WAIT_SECONDS
 
 from turnwise.commands import certify
 from turnwise.errors import ChildFailed
+from turnwise.verify.engine_text import EngineText
 
 
 @pytest.fixture
@@ -55,3 +61,55 @@ def test_a_command_that_is_killed_or_late_is_told_from_one_that_fails(tmp_path, 
     monkeypatch.setattr(certify, "WAIT_SECONDS", 1.0 if error is TimeoutError else WAIT_SECONDS)
     with pytest.raises(error, match=text):
         certify._command(tmp_path / "trainer.log", "train")
+
+
+class PartialEngine:
+    """Computes with transformers what it has loaded, but for the parts that it leaves as they were."""
+
+    def __init__(self, model: Path, ignored: str) -> None:
+        self.model, self.ignored, self.base = load_model(model), ignored, model
+        self.adapters: dict[str, Any] = {}
+
+    def ask(self, path: str, **body: Any) -> Any:
+        if path == "/collective_rpc":
+            new = load_model(Path(body["kwargs"]["weights_path"])).state_dict()
+            kept = {name: value for name, value in new.items() if not (self.ignored and self.ignored in name)}
+            self.model.load_state_dict(kept, strict=False)
+        elif path == "/v1/load_lora_adapter":
+            adapter = peft.PeftModel.from_pretrained(load_model(self.base), body["lora_path"])
+            for name, value in adapter.named_parameters():
+                if self.ignored and self.ignored in name and "lora_" in name:
+                    value.data.zero_()
+            self.adapters[body["lora_name"]] = adapter
+        elif path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        elif path == "/v1/completions":
+            return SimpleNamespace(json=lambda: self.completions(body))
+        return None
+
+    def completions(self, body: Any) -> Any:
+        text = TEXT.tokens
+        at = [len(prompt) for prompt in body["prompt"]]
+        log_p = logprobs_of(self.adapters.get(body["model"], self.model), text)
+        tops = [{f"token_id:{text[each]}": float(log_p[each - 1])} for each in at]
+        return {"choices": [{"index": n, "logprobs": {"top_logprobs": [top]}} for n, top in enumerate(tops)]}
+
+
+TEXT = EngineText("http://127.0.0.1:1", "base", "float32", [(7 * each) % 11 + 1 for each in range(40)])
+
+
+@pytest.mark.parametrize("ignored", ["", "down_proj", "q_norm", "layers.1.mlp"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_weights_that_an_engine_does_not_take_are_found_before_any_training(tmp_path, monkeypatch, kind, ignored):
+    model = make_model(tmp_path / "model")
+    engine = PartialEngine(model, ignored)
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    monkeypatch.setattr(EngineText, "ask", engine.ask)
+    if ignored and not (kind == "lora" and ignored == "q_norm"):  # an adapter has no norms
+        with pytest.raises(ChildFailed, match=r"does not take all weights of a version \(changed: largest gap"):
+            certify._changed_weights(str(model), kind, tmp_path / "changed", TEXT)
+        return
+    gaps = certify._changed_weights(str(model), kind, tmp_path / "changed", TEXT)
+    assert 0 <= gaps["max"] < 1e-5
+    assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
+    assert not engine.adapters

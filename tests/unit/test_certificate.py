@@ -22,6 +22,7 @@ from turnwise.commands.verify import doctor
 from turnwise.errors import BadCheckpoint, ChildFailed, ProxyUnavailable, SettingsError
 from turnwise.types import PolicyKind
 from turnwise.verify.certificate import FILE, Certificate, Computed, KindResult, ingredients
+from turnwise.verify.engine_text import EngineText
 
 
 def stage(largest: float, mean: float = 0.0, **more: float) -> dict[str, object]:
@@ -141,7 +142,9 @@ def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
         monkeypatch.setattr(certify, "_play_all", play_all)
         monkeypatch.setattr(certify, "engine_dtype", lambda _: dtype)
         monkeypatch.setattr(certify, "_compare", lambda *_: (stages or {}, "1 of 1 turns extend their chain"))
-        monkeypatch.setattr(certify, "_long_text", lambda *_: stage(1e-6, 1e-6, noise=1e-6))
+        monkeypatch.setattr(EngineText, "longest", lambda *_: None)
+        for text in ("_long_text", "_changed_weights"):
+            monkeypatch.setattr(certify, text, lambda *_: stage(1e-6, 1e-6, noise=1e-6))
         return CliRunner().invoke(certify.certify, [str(model), "--runs-dir", str(tmp_path / "runs")])
 
     return run
@@ -152,7 +155,7 @@ def test_the_engine_says_by_which_limit_it_is_judged(tmp_path, run_certify):
     model = write_weights(tmp_path / "model")
     result = run_certify(model, play=lambda: None, dtype="bfloat16", stages={"base": stage(0.7, 0.07, noise=0.05)})
     assert (result.exit_code, result.exception) == (0, None)
-    assert "full: right: largest gap 0.07 nats in bfloat16 (long, base); chains: 1 of 1" in result.output
+    assert "full: right: largest gap 0.07 nats in bfloat16 (long, changed, base); chains: 1 of 1" in result.output
 
 
 def answered(status: int, message: str) -> openai.APIStatusError:

@@ -7,6 +7,7 @@ to their digest: `turnwise up` reads it, and docs/models.md is made from such ro
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -21,12 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from turnwise.commands.output import print_process_line
 from turnwise.errors import ChildFailed, TurnwiseError
 from turnwise.files import create_private
-from turnwise.types import Json
+from turnwise.types import Json, PolicyKind
 from turnwise.verify.certificate import Certificate, Computed, KindResult, ingredients
 from turnwise.verify.engine import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.version_directory import base_version
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from turnwise.client import Client
     from turnwise.processes.supervisor import Supervisor
     from turnwise.store.turns import TurnView
+    from turnwise.verify.engine_text import EngineText
 
 GROUPS, GROUP_SIZE, TOKENS = 2, 4, 16
 WAIT_SECONDS = 900.0
-LONGEST_TEXT = 4096
-"""Tokens of the text that is computed beyond the model's window, where the model has as many positions."""
-NUM_COMPARED = 32
-"""Positions of that text that are compared."""
+CHANGED_TOKENS = 256
+"""Tokens of the text that is computed with changed weights."""
 TRAINER_LOG = "trainer.log"
 NOT_TRAINED = re.compile(r"not trained: (.+)")
 TOOL = {"name": "lookup", "description": "Look a word up.", "parameters": {"type": "object", "properties": {}}}
@@ -88,6 +87,7 @@ def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate
 
     from turnwise.processes.engine_command import has_gpu
     from turnwise.processes.served_model import NO_ENGINE, check_served, cpu_dtype_of
+    from turnwise.verify.engine_text import EngineText
 
     result, database = KindResult(kind, dtype=cpu_dtype_of(model)), f"sqlite:///{place}/store.db"
     train = ["train", "--dry-run", "--kind", kind, "--model", model]
@@ -98,8 +98,11 @@ def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate
         result.notes.pop(NO_ENGINE, None)  # without the flags
         with _stack(model, kind, place, database, vllm_flags) as (stack, client, engine_url):
             result.dtype = engine_dtype(engine_url) or result.dtype
+            text = EngineText.longest(engine_url, model, result.dtype)
             _say("computes one long text")
-            result.stages["long"] = _long_text(model, engine_url, result.dtype)
+            result.stages["long"] = _long_text(model, text)
+            _say("loads weights that were changed at random")
+            result.stages["changed"] = _changed_weights(model, kind, place / "changed", text)
             _play_all(stack, client, place, lambda *more: _train(model, kind, place, database, rate, *more))
     except failures as error:
         result.give_up(error)
@@ -315,30 +318,41 @@ def _stage(view: TurnView) -> str:
     return view.turn.session_id.partition("-")[0]
 
 
-def _long_text(model: str, engine_url: str, dtype: str) -> Json:
-    """Return the gaps of the engine on one text that is longer than the model's window and its original positions.
-
-    It asks the engine itself, whose first model is version 0.
-    """
-    import httpx2
-
+def _long_text(model: str, engine: EngineText) -> Json:
+    """Return the gaps of the engine on one text that is longer than the model's window and its original positions."""
     from trainer.forward import ForwardChecker
-    from turnwise.tokenizer import load_tokenizer
-    from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
 
-    with httpx2.Client(base_url=engine_url, timeout=WAIT_SECONDS, trust_env=False) as http:
-        served = http.get("/v1/models").json()
-        name, _ = read_models(engine_url, served)[0]
-        most = min(LONGEST_TEXT, int(served["data"][0].get("max_model_len") or LONGEST_TEXT)) - 1
-        words = " ".join(f"Line {number}: which word comes next?" for number in range(most))
-        tokens = [int(token) for token in load_tokenizer(model)[0].encode(words, add_special_tokens=False)][:most]
-        positions = sorted({round(each) for each in np.linspace(1, len(tokens) - 1, NUM_COMPARED)})
-        reply = http.post("/v1/completions", json=logprobs_request(name, tokens, positions, {}))
-        if reply.status_code != httpx2.codes.OK:
-            raise ChildFailed(f"the engine refused a text of {len(tokens)} tokens: {reply.text:.300}")
-    computed = Computed(engine=read_logprobs(reply.json(), tokens, positions))
     checker = ForwardChecker({0: base_version(model)}, tolerance=math.inf)
-    computed.exact = checker.of_text(tokens, positions).tolist()
-    if dtype != "float32":
-        computed.rounded = checker.of_text(tokens, positions, dtype).tolist()
-    return {"versions": [0], **computed.gaps(), "length": len(tokens)}
+    computed = Computed(engine=engine.logprobs())
+    computed.exact = checker.of_text(engine.tokens, engine.positions).tolist()
+    if engine.dtype != "float32":
+        computed.rounded = checker.of_text(engine.tokens, engine.positions, engine.dtype).tolist()
+    return {"versions": [0], **computed.gaps(), "length": len(engine.tokens)}
+
+
+def _changed_weights(model: str, kind: str, place: Path, engine: EngineText) -> Json:
+    """Return the gaps of the engine after it has loaded weights that were changed at random, before any training.
+
+    It has the model as it is again afterwards.
+
+    Raises:
+        ChildFailed: It did not take all of them.
+    """
+    from trainer.forward import change_at_random
+
+    engine = dataclasses.replace(engine, tokens=engine.tokens[:CHANGED_TOKENS])
+    exact, rounded = change_at_random(model, PolicyKind(kind), place, engine.tokens, engine.positions, engine.dtype)
+    name = "turnwise-changed"
+    if kind == PolicyKind.LORA:
+        engine.ask("/v1/load_lora_adapter", lora_name=name, lora_path=str(place))
+        computed = Computed(engine=dataclasses.replace(engine, name=name).logprobs(), exact=exact, rounded=rounded)
+        engine.ask("/v1/unload_lora_adapter", lora_name=name)
+    else:
+        engine.load(str(place))
+        computed = Computed(engine=engine.logprobs(), exact=exact, rounded=rounded)
+        engine.load(model)
+    found = {"versions": [], **computed.gaps(), "length": len(engine.tokens)}
+    faults = list(KindResult(kind, dtype=engine.dtype, stages={"changed": found}).faults())
+    if faults:
+        raise ChildFailed(f"the engine does not take all weights of a version ({'; '.join(faults)})")
+    return found
