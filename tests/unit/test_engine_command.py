@@ -1,5 +1,6 @@
 """The engine's command line and its error messages."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -396,6 +397,14 @@ def test_linear_attention_that_vllm_has_no_code_for_is_refused_before_the_start(
     kinds = ["linear_attention", "full_attention"]
     _write_config(model_dir, model_type="minimax", architectures=["MiniMaxForCausalLM"], layer_types=kinds)
     with pytest.raises(EngineError, match="whose linear attention vLLM computes only with code of its own"):
+        check_served(str(model_dir), gpu=True, lora=False, dtype=None)
+
+
+@pytest.mark.parametrize(("name", "is_served"), [("DiffLlamaForCausalLM", False), ("DogeForCausalLM", True)])
+def test_a_model_whose_attention_vllm_cannot_replace_is_refused_before_the_start(model_dir, name, is_served):
+    """DiffLlama's layer calls transformers' attention twice, and vLLM ends at its start."""
+    _write_config(model_dir, model_type=name.removesuffix("ForCausalLM").lower(), architectures=[name])
+    with contextlib.nullcontext() if is_served else pytest.raises(EngineError, match="that vLLM does not serve"):
         check_served(str(model_dir), gpu=True, lora=False, dtype=None)
 
 

@@ -264,7 +264,27 @@ def _is_served_by_transformers(name: str) -> bool:
         return True
     if not callable(getattr(known, "can_generate", None)) or known._is_stateful:  # noqa: SLF001  vLLM keeps its states only in code of its own
         return False
-    return bool(known.can_generate() and (known.is_backend_compatible() or known._can_set_attn_implementation()))  # noqa: SLF001  as vLLM asks
+    is_asked_for = known.can_generate() and (known.is_backend_compatible() or known._can_set_attn_implementation())  # noqa: SLF001  as vLLM asks
+    return bool(is_asked_for and _calls_attention_once(known.__module__))
+
+
+def _calls_attention_once(module: str) -> bool:
+    """Return whether a function of transformers' module calls the attention that vLLM replaces exactly once.
+
+    It finds no layer in one that calls it twice, as that of DiffLlama does. True where the module has no attention.
+    """
+    file = importlib.util.find_spec(module)
+    if file is None or file.origin is None:
+        return True
+    num_calls = []
+    for function in ast.walk(ast.parse(Path(file.origin).read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            assigned = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.AnnAssign))]
+            found = [node for node in assigned if node.value and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)]
+            names = {ast.unparse(each) for node in found for each in getattr(node, "targets", None) or [node.target]}
+            called = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+            num_calls += [sum(name in names for name in called)] if names else []
+    return not num_calls or 1 in num_calls
 
 
 def _takes_adapters(models: Path, module: str, name: str) -> bool:
