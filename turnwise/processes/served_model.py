@@ -281,7 +281,8 @@ def _calls_attention_once(module: str) -> bool:
         if isinstance(function, ast.FunctionDef):
             assigned = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.AnnAssign))]
             found = [node for node in assigned if node.value and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)]
-            names = {ast.unparse(each) for node in found for each in getattr(node, "targets", None) or [node.target]}
+            targets = [node.targets if isinstance(node, ast.Assign) else [node.target] for node in found]
+            names = {ast.unparse(each) for some in targets for each in some}
             called = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
             num_calls += [sum(name in names for name in called)] if names else []
     return not num_calls or 1 in num_calls
