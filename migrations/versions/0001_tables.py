@@ -88,6 +88,17 @@ CREATE TABLE feedback (session_pk {key} NOT NULL, turn_id TEXT NOT NULL, kind TE
     content TEXT NOT NULL, group_id TEXT, source TEXT, written_by TEXT, created_at BIGINT NOT NULL,
     CONSTRAINT pk_feedback PRIMARY KEY (session_pk, turn_id, kind, name),
     CONSTRAINT fk_feedback_session_pk_sessions FOREIGN KEY(session_pk) REFERENCES sessions (session_pk));
+CREATE TABLE predicted_rewards (session_pk {key} NOT NULL, policy_id INTEGER NOT NULL,
+    policy_version INTEGER NOT NULL, mean FLOAT, deviation FLOAT, is_held INTEGER NOT NULL, made_at BIGINT NOT NULL,
+    CONSTRAINT pk_predicted_rewards PRIMARY KEY (session_pk),
+    CONSTRAINT fk_predicted_rewards_session_pk_sessions FOREIGN KEY(session_pk)
+    REFERENCES sessions (session_pk) ON DELETE CASCADE);
+CREATE TABLE rating_draws (draw_id {serial} NOT NULL, session_pk {key}, tenant TEXT NOT NULL,
+    policy_id INTEGER NOT NULL, policy_version INTEGER NOT NULL, num_candidates INTEGER NOT NULL,
+    since BIGINT NOT NULL, rater TEXT NOT NULL, asked_at BIGINT NOT NULL, leased_until BIGINT, rated_at BIGINT,
+    rating FLOAT, written_by TEXT, CONSTRAINT pk_rating_draws PRIMARY KEY (draw_id),
+    CONSTRAINT fk_rating_draws_session_pk_sessions FOREIGN KEY(session_pk)
+    REFERENCES sessions (session_pk) ON DELETE SET NULL);
 CREATE TABLE rewards (reward_id {serial} NOT NULL, session_pk {key} NOT NULL, turn_id TEXT, step INTEGER,
     value FLOAT NOT NULL, name TEXT NOT NULL, source TEXT, written_by TEXT, created_at BIGINT NOT NULL, digest {blob},
     CONSTRAINT pk_rewards PRIMARY KEY (reward_id), CONSTRAINT fk_rewards_session_pk_sessions FOREIGN KEY(session_pk)
@@ -162,6 +173,9 @@ CREATE INDEX ix_version_sessions_version ON version_sessions (version);
 CREATE INDEX ix_session_media_digest ON session_media (tenant, digest);
 CREATE INDEX ix_costs_key ON costs (tenant, key_id, policy_id, currency, amount);
 CREATE INDEX ix_turns_summaries ON turns (session_pk, seq) WHERE role = 'summary';
+CREATE UNIQUE INDEX ix_rating_draws_session ON rating_draws (session_pk);
+CREATE INDEX ix_rating_draws_policy ON rating_draws (policy_id, tenant, draw_id);
+CREATE INDEX ix_predicted_rewards_policy ON predicted_rewards (policy_id, policy_version);
 """
 """In the order of their creation: of two that serve a query equally well, SQLite takes the last one."""
 

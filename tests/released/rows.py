@@ -4,13 +4,14 @@ import decimal
 import hashlib
 
 import sqlalchemy as sa
-from support.ledger_samples import add_finished, make_turn
+from support.ledger_samples import add_finished, add_session, make_turn
 from support.store_calls import CALLS
 from support.store_fill import fill
 
 from turnwise.features import consent, examples, images, limits, policies, transfers
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.lineage import versions as lineage
+from turnwise.features.ratings import draws, predictions
 from turnwise.store import keys, leases, rows, sessions, trainer_reports, turns
 from turnwise.store.database import Database
 from turnwise.store.schema import metadata, policy_versions
@@ -35,6 +36,7 @@ def fill_all(database: Database) -> str:
         support, _ = policies.create_policy(conn, "t", "support")
         consent.put_mark(conn, consent.ConsentMark(tenant="t", kind=consent.ConsentOf.USER, name="kim"))
     add_finished(database, "of-support", tenant="t", policy_id=support.policy_id, user_id="kim")
+    add_session(database, "unrated", tenant="t")
     for name in STORED:
         with database.write() as conn:
             CALLS[name](conn)
@@ -49,6 +51,10 @@ def fill_all(database: Database) -> str:
         key_id, key = keys.create_key(conn, "t", keys.KeyRole.ADMIN, "reads")
         limits.add_usage(conn, {("t", key_id, 1): 5})
         examples.pin_session(conn, "t", "s", note="wrong", written_by=None)
+        predicted = {"policy_version": 1, "mean": 0.8, "deviation": 0.1}
+        predictions.keep(conn, [predictions.Prediction(tenant="t", session_id="unrated", policy_id=0, **predicted)])
+        sessions.end_session(conn, "t", "unrated")
+        draws.next_draw(conn, "t", 0, "ann")
         sessions.end_session(conn, "t", "s")  # it has a reward: a proxy would end it some minutes later
     with database.read() as conn:
         empty = [

@@ -49,6 +49,7 @@ from turnwise.features.page import updates as page_updates
 from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
 from turnwise.features.prices import read_costs
+from turnwise.features.ratings import draws, predictions, rated
 from turnwise.features.remote_claims import Held, Work
 from turnwise.store import (
     claims,
@@ -276,6 +277,36 @@ def _example(conn: sa.Connection) -> None:
     examples.unpin_session(conn, "t", "s")
 
 
+def _ratings(conn: sa.Connection) -> None:
+    """Predict a session's reward, ask about it, put it back, ask another rater and have it rated."""
+    predicted = {"policy_version": 1, "mean": 0.8, "deviation": 0.1}
+    predictions.keep(
+        conn, [predictions.Prediction(tenant="t", session_id="unrewarded", policy_id=DEFAULT_POLICY, **predicted)]
+    )
+    draws.next_draw(conn, "t", DEFAULT_POLICY, "ann")
+    draws.put_back(conn, "t", "unrewarded")
+    draws.next_draw(conn, "t", DEFAULT_POLICY, "ben")
+    thumb = Feedback(session_id="unrewarded", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
+    draws.rate(conn, thumb, 1.0)
+
+
+def _rated(conn: sa.Connection) -> None:
+    """Read what is known of all sessions of a policy."""
+    _ratings(conn)
+    predictions.predictions_of(conn, DEFAULT_POLICY, "t")
+    rated.sessions_of(conn, DEFAULT_POLICY, "t")
+    for findings in extensions.findings:
+        list(findings(conn, "t"))
+
+
+def _pair(conn: sa.Connection) -> None:
+    """Fork a session before its last turn, and offer the fork's reply beside it."""
+    fork = _session("pair", metadata={"forked_from": {"session_id": "s", "turn_id": "t-s-t2"}})
+    path, _ = forks.read_path(conn, fork, "t-s-t2", before=True)
+    forks.copy_turns(conn, fork, path[0], path)
+    draws.pair_of(conn, "t", "s")
+
+
 def _feedback(conn: sa.Connection, text: str) -> None:
     """Store a thumb and an edited reply to a turn that has a parent; a second edit replaces the first."""
     thumb = Feedback(session_id="s", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
@@ -446,6 +477,8 @@ OF_TENANT: dict[str, Ask] = {
     "a pinned example": lambda c: examples.pin_session(c, "t", "s", note="wrong", written_by=None),
     "examples": lambda c: (examples.list_lines(c, "t", limit=2, after="a"), examples.is_pinned(c, "t", "t-s-t1")),
     "examples of a policy": lambda c: examples.of_policy(c, DEFAULT_POLICY, "t"),
+    "ratings that are asked for": _ratings,
+    "two replies to compare": _pair,
     "a removed label": lambda c: labels.remove_label(c, "t", "over", "golden"),
     "an end": lambda c: sessions.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
     "keys and their usage": _keys,
@@ -485,6 +518,7 @@ GROWING_WITH_THE_TENANT = frozenset(
         "the number of a tenant's sessions",
         "an export of a tenant",
         "experiences of a tenant",
+        "ratings that are asked for",
         "a deleted tenant",
     }
 )
@@ -494,6 +528,7 @@ OF_ALL: dict[str, Ask] = {
     "what all versions earned": lambda c: earned_by_version(c, None),
     "what of all was trained": updates.trained_shares,
     "what the doctor says": lambda c: [list(each(c, "t")) for each in extensions.findings],
+    "what is known of a policy's sessions": _rated,
     "how all calls are sampled": lambda c: samplings.newest_samplings(c, None),
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),

@@ -22,6 +22,7 @@ from turnwise.features import (  # noqa: F401
 )
 from turnwise.features.lineage import versions as lineage
 from turnwise.features.page import activity  # noqa: F401  its table is declared there
+from turnwise.features.ratings import shown as ratings
 from turnwise.store import extensions
 
 EXTENSIONS: tuple[extensions.Extension, ...] = (
@@ -36,6 +37,7 @@ EXTENSIONS: tuple[extensions.Extension, ...] = (
     lineage.EXTENSION,
     policies.EXTENSION,
     prices.EXTENSION,
+    ratings.EXTENSION,
     summaries.EXTENSION,
 )
 PARTS: tuple[parts.Part, ...] = (

@@ -43,6 +43,7 @@ LOST_RACES = {"store/sessions.py: groups.leave(conn, [pk for key, pk in group_pk
 """Call sites that run only if another transaction has created the same session meanwhile."""
 ONLY_ON_POSTGRESQL = {
     "features/consent.py: conn.execute(sa.text('LOCK TABLE consent_marks IN EXCLUSIVE MODE'))",
+    "features/ratings/draws.py: conn.execute(sa.text('LOCK TABLE rating_draws IN EXCLUSIVE MODE'))",
 }
 """Call sites that send nothing on SQLite."""
 OF_A_QUARTER = "stalled groups to drop: "

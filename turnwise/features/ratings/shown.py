@@ -1,0 +1,77 @@
+"""What lists say of a session's rating, and what `turnwise doctor` says of a policy's ratings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.features.ratings.draws import PER_VERSION, forget, num_candidates, rating_draws
+from turnwise.features.ratings.predictions import predicted_rewards
+from turnwise.store.extensions import Column, Extension
+from turnwise.store.policies import names_of_policies
+from turnwise.store.schema import sessions
+from turnwise.store.statements import is_among
+
+
+def in_words(*, is_asked: bool, is_rated: bool, mean: float | None, deviation: float | None, is_held: bool) -> str:
+    """Return what is known of a session: `rated`, `asked`, or `predicted 0.81 ± 0.10` and `held`."""
+    if is_asked:
+        return "rated" if is_rated else "asked"
+    said = [] if mean is None else [f"predicted {mean:.2f} ± {deviation or 0.0:.2f}"]
+    return ", ".join([*said, *(["held"] if is_held else [])])
+
+
+def _read(conn: sa.Connection, _: str, tenant: str | None, names: Collection[Any] | None) -> dict[str, str]:
+    held, draw, guess = sessions.c, rating_draws.c, predicted_rewards.c
+    wanted = [] if tenant is None else [held.tenant == tenant]
+    if names is not None:
+        wanted.append(is_among(conn.dialect, held.session_id, names))
+    asked = sa.select(held.session_id, draw.rated_at).join_from(rating_draws, sessions).where(*wanted)
+    made = sa.select(held.session_id, guess.mean, guess.deviation, guess.is_held)
+    guesses = conn.execute(made.join_from(predicted_rewards, sessions).where(*wanted))
+    said = {
+        row.session_id: in_words(
+            is_asked=False, is_rated=False, mean=row.mean, deviation=row.deviation, is_held=bool(row.is_held)
+        )
+        for row in guesses
+    }
+    return said | {
+        session_id: in_words(is_asked=True, is_rated=rated_at is not None, mean=None, deviation=None, is_held=False)
+        for session_id, rated_at in conn.execute(asked)
+    }
+
+
+RATING = Column(
+    name="rating",
+    of=frozenset({"session"}),
+    read=_read,
+    empty=None,
+    kind=str | None,
+    description="Whether a person who was asked has rated it: `asked`, then `rated`. Of others what the policy's head "
+    "predicts, as `predicted 0.81 ± 0.10`, and `held` for one that held the policy while ratings trained it.",
+    is_always_on=True,
+)
+
+
+def _findings(conn: sa.Connection, tenant: str | None) -> Iterator[tuple[str, str]]:
+    """Say of each policy that people were asked about how many ratings are missing until its next version."""
+    c = rating_draws.c
+    counted = sa.select(c.policy_id, c.tenant, sa.func.count(c.rated_at).label("rated")).group_by(c.policy_id, c.tenant)
+    if tenant is not None:
+        counted = counted.where(c.tenant == tenant)
+    names = names_of_policies(conn)
+    for policy_id, of_tenant, rated in conn.execute(counted.order_by(c.policy_id, c.tenant)):
+        missing, left = PER_VERSION - rated % PER_VERSION, num_candidates(conn, of_tenant, policy_id)
+        of = f"policy {names.get(policy_id)!r}: {rated} sessions are rated, and {left} are not"
+        yield "ratings", f"{of}; {missing} ratings are missing until the next version"
+
+
+EXTENSION = Extension(
+    tables_of_tenants=(rating_draws,),
+    tables_of_sessions=(predicted_rewards,),
+    after_deletion=forget,
+    columns=(RATING,),
+    findings=_findings,
+)
