@@ -37,10 +37,10 @@ def minor(version: str) -> tuple[int, int]:
 
 def test_nothing_that_the_release_promises_is_gone():
     names = runpy.run_path(str(DOCS / "public_names.py"))["names"]()
-    page = (DOCS / "versions.md").read_text()
+    page = (DOCS / "compatibility.md").read_text()
     deprecated = dict(re.findall(r"^\| `(.+?)` \| ([\d.]+) \|", page, flags=re.MULTILINE))
     recorded = (DOCS / "public.txt").read_text().splitlines()
-    assert broken(recorded, names, deprecated, __version__) == [], "docs/versions.md says what to do"
+    assert broken(recorded, names, deprecated, __version__) == [], "docs/compatibility.md says what to do"
 
 
 RECORDED = ["POST /v1/rewards", "POST /v1/rewards takes value required", "Client.reward", "[proxy] port"]

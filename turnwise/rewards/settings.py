@@ -27,7 +27,7 @@ class RewardSettings(Settings):
     """Name of the rewards; another name gives rewards of another kind beside them."""
     unrewarded: bool = True
     """Only sessions without any reward. Off, also others: a reward of a session replaces those of its turns and steps
-    in its sum (docs/credit.md)."""
+    in its sum (docs/rewards.md)."""
     split: Literal["train", "eval"] | None = None
     """Only sessions of this split."""
     task_id: str | None = None

@@ -125,7 +125,7 @@ class Grading:
         shown = {name: value for name, value in line.items() if name in SHOWN_FIELDS and value is not None}
         error = (
             f"its session has a reward that `turnwise run` did not write: {json.dumps(shown)}. It is not trained; what "
-            "an agent can reach is in docs/isolation.md"
+            "an agent can reach is in docs/rollouts.md"
         )
         return {**ended, "reward": None}, error
 

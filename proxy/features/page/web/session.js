@@ -46,7 +46,7 @@ function sessionFacts(record, turns) {
     ["labels", chips(record.labels)]]);
 }
 
-// The lines that make the session's reward, as docs/credit.md says, and those that do not count.
+// The lines that make the session's reward, as docs/rewards.md says, and those that do not count.
 function rewardParts(record, turns) {
   const seqs = new Map(turns.map((each) => [each.turn_id, each.seq])), latest = new Map();
   const lines = [...record.rewards, ...turns.flatMap((each) => each.rewards)].sort((one, other) => one.created_at.localeCompare(other.created_at));
