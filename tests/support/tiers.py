@@ -26,6 +26,9 @@ COST = "CPU seconds"
 STARTS_A_PROCESS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 """Python's audit events that mean a test is not one of `unit`."""
 
+FINDS_LIBRARIES = "ldconfig"
+"""Started by packages for CUDA as they are imported, which is no test's process either."""
+
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of the children whose end it has seen."""
@@ -99,17 +102,17 @@ class Tiers:
 
     def _watched(self, function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         def watched(*arguments: Any) -> Any:
-            self._use(reason)
+            self._use(reason, arguments)
             return function(*arguments)
 
         return watched
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in STARTS_A_PROCESS:
-            self._use("starts a process")
+            self._use("starts a process", arguments)
 
-    def _use(self, reason: str) -> None:
-        if self._is_unit and os.getpid() == self._pid:
+    def _use(self, reason: str, arguments: tuple[Any, ...]) -> None:
+        if self._is_unit and os.getpid() == self._pid and FINDS_LIBRARIES not in str(arguments[:1]):
             self._broken = reason
 
 

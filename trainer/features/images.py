@@ -275,25 +275,25 @@ class Vision(Around):
         return pixels
 
     def _processed(self, image: PlacedImage) -> Pixels:
+        """Return an image's pixels by the processor that made those of the engine, whatever it was called there."""
         known = self._known_processors()
-        processor = known.get(image.processor, next(iter(known.values())))
-        picture = opened(image.content)
-        made = processor([picture], return_tensors="pt")
-        dtype = image.pixels.partition(":")[0]
-        if dtype == "uint8":  # the engine scales and normalises on its device
-            values = processor([picture], return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
-        else:
+        picture, dtype = opened(image.content), image.pixels.partition(":")[0]
+        for processor in [known[image.processor]] if image.processor in known else known.values():
+            made = processor([picture], return_tensors="pt")
             values = made["pixel_values"]
-        is_same = image.processor in known or not image.processor
-        if image.pixels:
-            is_same = pixels_digest(values.to(getattr(torch, dtype))) == image.pixels
-        if not is_same:
-            raise Unseen(
-                f"its processor is none of {', '.join(type(one).__name__ for one in known.values())} with the settings "
-                f"of {self._source!r}: train the model that was served, with the engine's transformers, and with "
-                "torchvision if it has it"
-            )
-        return {name: value for name, value in made.items() if name in self._arguments}
+            if dtype == "uint8":  # the engine scales and normalises on its device
+                plain = processor([picture], return_tensors="pt", do_rescale=False, do_normalize=False)
+                values = plain["pixel_values"]
+            is_same = image.processor in known or not image.processor
+            if image.pixels:
+                is_same = pixels_digest(values.to(getattr(torch, dtype))) == image.pixels
+            if is_same:
+                return {name: value for name, value in made.items() if name in self._arguments}
+        raise Unseen(
+            f"its processor is none of {', '.join(type(one).__name__ for one in known.values())} with the settings "
+            f"of {self._source!r}: train the model that was served, with the engine's transformers, and with "
+            "torchvision if it has it"
+        )
 
     def _known_processors(self) -> dict[str, Any]:
         """Return the model's image processors by their digest: one for each backend that is installed here."""

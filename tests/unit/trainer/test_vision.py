@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor
 
 from trainer.batch.batch import build, pack
 from trainer.features import FEATURES, Settings
-from trainer.features.images import opened
+from trainer.features.images import BACKENDS, opened
 from trainer.model.model import Policy
 from turnwise.engine_plugin.images import pixels_digest
 from turnwise.errors import SettingsError
@@ -185,10 +185,11 @@ def test_an_image_that_is_not_what_the_engine_saw_is_refused_by_name(policy, cha
     assert re.match(f"media_processor: image 000000000000 is not what the engine saw: {words}", reason), reason
 
 
-def test_pixels_decide_and_not_the_settings_of_a_processor(directory, policy, chains):
-    """An engine may have another transformers, and Qwen's sends bytes that it scales on its device."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pixels_decide_and_not_the_settings_of_a_processor(directory, policy, chains, backend):
+    """An engine may have another transformers or torchvision, and Qwen's sends bytes that it scales on its device."""
     chain = chains.chain("s", [1, 2], A, [3], (5,))
-    processor = AutoImageProcessor.from_pretrained(directory)
+    processor = AutoImageProcessor.from_pretrained(directory, backend=backend)
     picture = [opened(A)]
     made = processor(picture, return_tensors="pt")["pixel_values"]
     plain = processor(picture, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
