@@ -35,7 +35,7 @@ from trainer.features.estimates import Estimates
 from turnwise.default_models import trail
 from turnwise.features import estimates
 from turnwise.features.arms import Arm
-from turnwise.statistics.off_policy import Change, change
+from turnwise.statistics.off_policy import Change, Surprise, change, surprise_of
 from turnwise.store import serving, versions
 from turnwise.store.experiences import Shape, stream
 from turnwise.store.schema import sessions
@@ -58,8 +58,8 @@ NUM_COST = 5
 MARGIN = 0.02
 Z90 = statistics.NormalDist().inv_cdf(0.95)
 POISONS = ("label flips", "length hack", "constant rewards", "learning rate × 30", "a foreign adapter")
-Sample = tuple[list[float], list[float]]
-"""log π − log μ, and rewards, of sessions."""
+Sample = tuple[list[float], list[float], list[tuple[float, float]]]
+"""log π − log μ, rewards, and surprises with their variances, of sessions."""
 
 
 class Measured(Run):
@@ -80,10 +80,12 @@ class Measured(Run):
             return lines
         return [dataclasses.replace(line, value=self.reward(chain, line.value)) for line in lines]
 
-    def play(self, version: int, count: int, sampling: Json | None = None) -> list[str]:
-        """Play held-out tasks with a version; return the ids of the sessions."""
+    def play(
+        self, version: int, count: int, sampling: Json | None = None, *, directory: Path | None = None
+    ) -> list[str]:
+        """Play held-out tasks with a version, or with other weights; return the ids of the sessions."""
         with self.db.read() as conn:
-            self.proxy.load(version, Path(versions.get_version(conn, version).path))
+            self.proxy.load(version, directory or Path(versions.get_version(conn, version).path))
         first = self._num_tasks[Split.EVAL]
         self._sampling = sampling or {}
         self._play_tasks(Split.EVAL, count, 1)
@@ -108,19 +110,17 @@ class Measured(Run):
             by_session.setdefault(chain.session_id, []).append(plain)
         return by_session
 
-    def logprobs(
-        self, version: int, chains: Mapping[str, Sequence[Chain]]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return log π of sessions under a version, and log μ as it is stored."""
+    def logprobs(self, version: int, chains: Mapping[str, Sequence[Chain]]) -> dict[str, np.ndarray]:
+        """Return of each session its tokens' log π, the entropies of π, and log μ as it is stored. [3, M]."""
         self.load_weights(version)
         flat = [chain for of_session in chains.values() for chain in of_session]
         batch = build(flat, [np.zeros(len(chain.turn_ids)) for chain in flat], policy_version=version)
-        found = self.workflow.agent.logprobs_of(batch, range(len(flat))).astype(np.float64)
-        new, old = dict.fromkeys(chains, 0.0), dict.fromkeys(chains, 0.0)
+        computed = self.workflow.agent.logprobs_and_entropies_of(batch, range(len(flat)))
+        columns = np.concatenate([computed, batch.table.behaviour[None]]).astype(np.float64)
+        found: dict[str, list[np.ndarray]] = {}
         for chain, places in zip(flat, batch.tokens_of, strict=True):
-            new[chain.session_id] += float(found[places].sum())
-            old[chain.session_id] += float(batch.table.behaviour[places].astype(np.float64).sum())
-        return new, old
+            found.setdefault(chain.session_id, []).append(columns[:, places])
+        return {session_id: np.concatenate(parts, axis=1) for session_id, parts in found.items()}
 
     def load_weights(self, version: int) -> None:
         with self.db.read() as conn:
@@ -212,11 +212,17 @@ def _samples(
     found: dict[str, Sample] = {}
     for update, ids in logged.items():
         chains = run.chains(ids, is_recorded=is_recorded)
-        was = None if is_recorded else run.logprobs(numbers[update], chains)[0]
+        was = None if is_recorded else run.logprobs(numbers[update], chains)
         for gap in sorted({*GAPS, *range(1, 6)}):
-            new, stored = run.logprobs(numbers[update + gap], chains)
-            old = stored if was is None else was
-            found[f"{update}+{gap}"] = [new[name] - old[name] for name in chains], _rewards(chains)
+            new = run.logprobs(numbers[update + gap], chains)
+            old = (
+                {name: columns[2] for name, columns in new.items()}
+                if was is None
+                else {n: c[0] for n, c in was.items()}
+            )
+            weights = [float((new[name][0] - old[name]).sum()) for name in chains]
+            surprises = [dataclasses.astuple(surprise_of(new[name][0], old[name], new[name][1])) for name in chains]
+            found[f"{update}+{gap}"] = weights, _rewards(chains), surprises
     return found
 
 
@@ -252,13 +258,19 @@ def _poisons(run: Measured) -> list[Json]:
         said = run.learn_once(reward)
         run.state.schedule.base_rates = rates
         found.append({"poison": name} | said)
+        if said["version"] is not None:
+            found[-1]["played"] = _rewards(run.chains(run.play(said["version"], NUM_TRUTH)))
         if said["version"] is not None and not said["is_stopped"]:
             with run.db.write() as conn:
                 serving.fail_version(conn, said["version"], "the bench goes back")
         run.proxy.follow()
     run.play(good, NUM_ESTIMATED)
     found.append({"poison": "a foreign adapter"} | _foreign(run, good))
-    return found
+    with tempfile.TemporaryDirectory(prefix="turnwise-foreign-") as directory:
+        run.workflow.agent.policy.model.save_pretrained(directory)
+        found[-1]["played"] = _rewards(run.chains(run.play(good, NUM_TRUTH, directory=Path(directory))))
+    before = _rewards(run.chains(run.play(good, NUM_TRUTH)))
+    return [each | {"before": before} for each in found]
 
 
 def _foreign(run: Measured, good: int) -> Json:
@@ -279,10 +291,8 @@ def _foreign(run: Measured, good: int) -> Json:
 
 def estimated(sample: Sample, chosen: Sequence[int] | None = None) -> Change:
     """Return what is estimated from sessions, or from some of them."""
-    logs, rewards = (np.asarray(values) for values in sample)
-    if chosen is not None:
-        logs, rewards = logs[chosen], rewards[chosen]
-    return change(logs, rewards, estimates.CONFIDENCE, (0.0, 1.0))
+    logs, rewards, surprises = (np.asarray(values)[... if chosen is None else chosen] for values in sample)
+    return change(logs, rewards, estimates.CONFIDENCE, (0.0, 1.0), surprises=[Surprise(*each) for each in surprises])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,7 +304,11 @@ class Truth:
 
 
 def played(found: Json, update: int, gap: int) -> Truth:
-    new, old = (np.asarray(found["truth"][str(each)]) for each in (update + gap, update))
+    return _difference(*(found["truth"][str(each)] for each in (update + gap, update)))
+
+
+def _difference(played_now: Sequence[float], played_before: Sequence[float]) -> Truth:
+    new, old = np.asarray(played_now), np.asarray(played_before)
     error = (new.var(ddof=1) / len(new) + old.var(ddof=1) / len(old)) ** 0.5
     return Truth(float(new.mean() - old.mean()), float(error))
 
@@ -363,14 +377,17 @@ def before_a_call(found: Sequence[Json]) -> list[str]:
     stopped = sum(each["is_stopped"] for each in honest)
     unknown = sum(each["estimate"].get("change") is None for each in honest)
     lines = [f'honest versions: {stopped} of {len(honest)} stopped, {unknown} "cannot know"', ""]
-    lines += ["| poison | stopped | cannot know | no version made | served |", "|---|---|---|---|---|"]
+    lines += ["| poison | stopped | cannot know | no version made | served | change as played |"]
+    lines += ["|---|---|---|---|---|---|"]
     for name in POISONS:
         of = [each for of_seed in found for each in of_seed["poisoned"] if each["poison"] == name]
         is_made = [each for each in of if each["version"] is not None or name == POISONS[-1]]
         stops = sum(each["is_stopped"] for each in is_made)
         refused = sum(each["estimate"].get("change") is None and not each["is_stopped"] for each in is_made)
         served = len(is_made) - stops - refused
-        lines.append(f"| {name} | {stops} | {refused} | {len(of) - len(is_made)} | {served} |")
+        harms = [_difference(each["played"], each["before"]) for each in is_made]
+        shown = ", ".join(f"{harm.change:+.3f} ± {Z90 * harm.error:.3f}" for harm in harms) or "–"
+        lines.append(f"| {name} | {stops} | {refused} | {len(of) - len(is_made)} | {served} | {shown} |")
     return lines
 
 

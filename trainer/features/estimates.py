@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -24,7 +24,7 @@ from trainer.claims.holds import Beside, Hold
 from turnwise.features import estimates
 from turnwise.features.estimates import ESTIMATE, KEPT_FROM, Logged
 from turnwise.settings import Settings
-from turnwise.statistics.off_policy import MIN_SESSIONS, why_too_few
+from turnwise.statistics.off_policy import MIN_SESSIONS, Surprise, surprise_of, why_too_few
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
@@ -119,7 +119,7 @@ class Estimates(Beside[EstimateSettings]):
                 raise
             log.warning("the version is not estimated: %s; set a smaller max_chain_tokens", error)
             return {}, None
-        broken = [key for key, weight in weights.items() if not weight < math.inf]
+        broken = [key for key, (weight, _) in weights.items() if not weight < math.inf]
         if broken:
             return {}, f"the logprobs of {len(broken)} of {len(weights)} sessions are not finite under these weights"
         estimated = estimates.estimate(self._logged(usable, weights), usable.left_out)
@@ -164,24 +164,30 @@ class Estimates(Beside[EstimateSettings]):
         reasons = why_untrainable(chain)
         return [why or UNKNOWN_SUPPORT for turn, why in enumerate(reasons) if why is not None or turn in unknown]
 
-    def _weights(self, usable: Usable, policy_version: int) -> dict[SessionKey, float]:
-        """Return log π − log μ of each session."""
+    def _weights(self, usable: Usable, policy_version: int) -> dict[SessionKey, tuple[float, Surprise]]:
+        """Return log π − log μ of each session, and how surprising its tokens are."""
         chains = [chain for of_session in usable.chains.values() for chain in of_session]
         credit = [np.zeros(len(chain.turn_ids)) for chain in chains]
         batch = build(chains, credit, policy_version=policy_version)
-        logprobs = self._learner.logprobs_of(batch, range(len(chains)))
-        gained = np.asarray(logprobs, np.float64) - batch.table.behaviour
-        weights = dict.fromkeys(usable.chains, 0.0)
-        for chain, places in zip(chains, batch.tokens_of, strict=True):
-            weights[chain.session_key] += float(gained[places].sum())
-        return weights
+        logprobs, entropies = self._learner.logprobs_and_entropies_of(batch, range(len(chains))).astype(np.float64)
+        places: dict[SessionKey, list[np.ndarray]] = defaultdict(list)
+        for chain, own in zip(chains, batch.tokens_of, strict=True):
+            places[chain.session_key].append(own)
+        found = {}
+        for key, of_session in places.items():
+            own = np.concatenate(of_session)
+            behaviour = batch.table.behaviour[own].astype(np.float64)
+            gained = float((logprobs[own] - behaviour).sum())
+            found[key] = gained, surprise_of(logprobs[own], behaviour, entropies[own])
+        return found
 
-    def _logged(self, usable: Usable, weights: Mapping[SessionKey, float]) -> list[Logged]:
+    def _logged(self, usable: Usable, weights: Mapping[SessionKey, tuple[float, Surprise]]) -> list[Logged]:
         pattern = self._ledger.settings.kind_pattern
         kinds = {key: estimates.task_kind(chains[0].eid.task, pattern) for key, chains in usable.chains.items()}
         return [
             Logged(
-                log_weight=weights[key],
+                log_weight=weights[key][0],
+                surprise=weights[key][1],
                 reward=chains[0].reward,
                 cluster=chains[0].group_key,
                 version=max(chain.policy_version_last for chain in chains),

@@ -193,11 +193,11 @@ class SavingAgent(PolicyAgent):
                 self._take_less_memory(error)
 
     def without_gradient(
-        self, compute: Callable[[RowInputs], torch.Tensor], batch: Batch, members: Sequence[int]
+        self, compute: Callable[[RowInputs], torch.Tensor], batch: Batch, members: Sequence[int], num_columns: int = 1
     ) -> Reals:
         while True:
             try:
-                return super().without_gradient(compute, batch, members)
+                return super().without_gradient(compute, batch, members, num_columns)
             except OutOfMemory as error:
                 self._take_less_memory(error)
 

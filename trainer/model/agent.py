@@ -89,7 +89,12 @@ class PolicyAgent:
         Raises:
             Unfit: Some of them cannot be computed.
         """
-        return self.without_gradient(lambda inputs: self.policy.logprobs(inputs)[0], batch, members)
+        found: Reals = self.logprobs_and_entropies_of(batch, members)[0]
+        return found
+
+    def logprobs_and_entropies_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the same, and the entropies of the distributions that they are of. [2, M]."""
+        return self.without_gradient(lambda inputs: torch.stack(self.policy.logprobs(inputs)), batch, members, 2)
 
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the values of the members' trained tokens, 0 for the other tokens; where a head has them. [M].
@@ -98,7 +103,10 @@ class PolicyAgent:
             Unfit: Some of them cannot be computed.
         """
         head = next(head for head in self.heads if head.column == "values")
-        return self.without_gradient(lambda inputs: head.of(inputs, self.policy.output(inputs)), batch, members)
+        found: Reals = self.without_gradient(
+            lambda inputs: head.of(inputs, self.policy.output(inputs)), batch, members
+        )[0]
+        return found
 
     def gradient(
         self, optimizer: torch.optim.Optimizer, batch: Batch, members: Sequence[int], proximal: Reals | None = None
@@ -170,15 +178,18 @@ class PolicyAgent:
         columns = {head.column: head.of(inputs, output) for head in self.heads}
         return known(logprobs=logprobs, entropy=entropy, **columns)
 
-    def without_gradient(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
-        gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
+    def without_gradient(
+        self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int], num_columns: int = 1
+    ) -> Reals:
+        """Return what is computed of each trained token, each column in a row. [C, M]."""
+        gathered = torch.zeros(num_columns, len(batch.table), dtype=torch.float32, device=self.policy.device)
         own = self.world.own(self.rows(batch, members), self.policy.operations)
         with torch.no_grad():
             for (row, counts), inputs in ahead(own, lambda item: inputs_of(self.policy, batch, item[0])):
                 with self.computing(batch, row):
                     found = compute(inputs)
                 if counts:
-                    gathered[torch.from_numpy(row.token).to(self.policy.device)] = found
+                    gathered[:, torch.from_numpy(row.token).to(self.policy.device)] = found
         result: Reals = self.world.sum(gathered).cpu().numpy()
         return result
 

@@ -70,6 +70,7 @@ class Logged:
     version: int
     """The newest version that sampled in it."""
     tenant: str
+    surprise: off_policy.Surprise = off_policy.UNKNOWN
     slices: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     """Values by what it is sliced by."""
 
@@ -256,7 +257,8 @@ def _change(found: Sequence[Logged], least: int = MIN_SESSIONS) -> off_policy.Ch
     rewards = [each.reward for each in found]
     bounds = min([0.0, *rewards]), max([1.0, *rewards])
     logs, clusters = [each.log_weight for each in found], [each.cluster for each in found]
-    return change(logs, rewards, CONFIDENCE, bounds, clusters=clusters, least=least)
+    surprises = [each.surprise for each in found]
+    return change(logs, rewards, CONFIDENCE, bounds, clusters=clusters, surprises=surprises, least=least)
 
 
 def _said(of: off_policy.Change) -> Json:

@@ -20,7 +20,9 @@ MIN_EFFECTIVE = 40
 """Sessions that the weights must leave. Below it they fail upwards: the estimate is too high, and its interval too
 narrow."""
 NUM_STANDARD_ERRORS_OFF = 3.0
-"""How far from 1 the mean weight may lie."""
+"""How far above 1 the mean weight may lie."""
+NUM_STANDARD_ERRORS_SURPRISED = 3.3
+"""How far from 0 the sum of surprises may lie: one of a thousand honest logs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +39,19 @@ class Change:
     mean_weight: float
     """Mean of π / μ. It is 1 within its error if each μ is the probability that sampled."""
     is_off: bool
-    """Whether the mean weight excludes 1: some propensity is wrong, or, below 1, the version does what none of the
-    sessions did. Not said of a version that is too far."""
+    """Whether some propensity is certainly wrong. Not said of a version that is too far."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surprise:
+    """How much less probable the tokens of a session are than sampled ones must be: the sum, and its variance."""
+
+    total: float
+    variance: float
+    """As the entropies say, so that rare tokens count that happen not to be in the log."""
+
+
+UNKNOWN = Surprise(0.0, 0.0)
 
 
 def change(
@@ -48,6 +61,7 @@ def change(
     bounds: Bounds,
     *,
     clusters: Sequence[Hashable] | None = None,
+    surprises: Sequence[Surprise] = (),
     least: int = MIN_SESSIONS,
 ) -> Change:
     """Estimate the change of the mean reward by self-normalised weights, paired on the same sessions.
@@ -57,7 +71,8 @@ def change(
     v = Σ w r / n, the standard error is that of ψ = w (r − v) − (r − mean r) (Owen 2013, "Monte Carlo theory", 9.2).
     What the mean of π / μ lacks to 1, beyond its standard error, was never logged: its rewards may be any within
     `bounds`. Sessions of one cluster, such as runs of one task, are not independent: their ψ are added up first. Fewer
-    sessions than `least` are refused.
+    sessions than `least` are refused, and those whose `surprises` or whose weights show that the stored probabilities
+    are not those that sampled.
     """
     logs, values = np.asarray(log_weights, np.float64), np.asarray(rewards, np.float64)
     num = len(logs)
@@ -69,13 +84,27 @@ def change(
     spread = float(plain.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     # The weights of a version that is too far are too skewed for a standard error of their mean.
     is_known = num >= max(least, 2) and effective >= MIN_EFFECTIVE
-    is_off = is_known and abs(mean_weight - 1) > NUM_STANDARD_ERRORS_OFF * spread + 1e-6
-    reason = _why_refused(num, effective, mean_weight, least, is_off=is_off)
+    why_off = _why_off(mean_weight, spread, surprises) if is_known else None
+    reason = why_off or _why_refused(num, effective, mean_weight, spread, least)
     interval = None
     if reason is None:
         unlogged = max(0.0, 1 - mean_weight - spread)
         interval = _paired(logs, values, confidence, bounds, clusters, unlogged)
-    return Change(interval, reason, num, effective, mean_weight, is_off)
+    return Change(interval, reason, num, effective, mean_weight, why_off is not None)
+
+
+def surprise_of(logprobs: Values, behaviour: Values, entropies: Values) -> Surprise:
+    """Return the surprise of a session's tokens, the sum of π/μ (−log π − H(π)).
+
+    `logprobs` and `entropies` are of the version π that is asked about, at the recorded sampling, and `behaviour` is
+    the stored log μ. By every μ that sampled, the mean of each token's summand is Σ_a π(a) (−log π(a) − H) = 0,
+    whatever π is. The summand is the score of a temperature at 1: none tells a wrong one better (Neyman and Pearson).
+    A distribution of entropy H that is nearly certain has a variance of log π near H (1 + log 1/H).
+    """
+    logs, entropy = np.asarray(logprobs, np.float64), np.asarray(entropies, np.float64)
+    weights = np.exp(np.minimum(logs - np.asarray(behaviour, np.float64), 700))
+    expected = entropy * (1 - np.log(np.clip(entropy, 1e-30, 1)))
+    return Surprise(float((weights * (-logs - entropy)).sum()), float(expected.sum()))
 
 
 def why_too_few(num: int, least: int) -> str:
@@ -116,18 +145,32 @@ def _log_sum(logs: Reals) -> float:
     return top + math.log(float(np.exp(logs - top).sum()))
 
 
-def _why_refused(num: int, effective: float, mean_weight: float, least: int, *, is_off: bool) -> str | None:
+def _why_off(mean_weight: float, spread: float, surprises: Sequence[Surprise]) -> str | None:
+    wrong = "the stored probabilities are not those that sampled"
+    total, variance = math.fsum(each.total for each in surprises), math.fsum(each.variance for each in surprises)
+    error = math.sqrt(max(variance, math.fsum(each.total**2 for each in surprises)))
+    if abs(total) > NUM_STANDARD_ERRORS_SURPRISED * error:
+        is_less, higher = ("less", "higher") if total > 0 else ("more", "lower")
+        return (
+            f"the sampled tokens are {is_less} probable than at the recorded temperature ({abs(total) / error:.1f} "
+            f"standard errors): {wrong}, as if a {higher} temperature did, or another sampling"
+        )
+    if mean_weight - 1 > NUM_STANDARD_ERRORS_OFF * spread + 1e-6:
+        return f"the mean weight is {mean_weight:.3g} and must be 1: {wrong}"
+    return None
+
+
+def _why_refused(num: int, effective: float, mean_weight: float, spread: float, least: int) -> str | None:
     if num < least:
         return why_too_few(num, least)
-    if is_off:
-        wrong = "the stored probabilities are not those that sampled (a temperature or a template that is not recorded)"
-        unlogged = (
-            "a part of what this version does was never logged, or, where this repeats, " if mean_weight < 1 else ""
-        )
-        return f"the mean weight of {num} sessions is {mean_weight:.3g} and must be 1: {unlogged}{wrong}"
     if effective < MIN_EFFECTIVE:
         return (
             f"only {effective / num:.1%} of what this version would do was ever logged ({effective:.0f} of {num} "
             "sessions): it has moved too far to tell; try it on some sessions (canary)"
+        )
+    if 1 - mean_weight > NUM_STANDARD_ERRORS_OFF * spread + 1e-6:
+        return (
+            f"the mean weight of {num} sessions is {mean_weight:.3g}: a part of what this version does was never "
+            "logged; try it on some sessions (canary)"
         )
     return None

@@ -13,7 +13,7 @@ import pytest
 from turnwise.statistics import intervals
 from turnwise.statistics.confidence import AnyTime, Confidence, Looks, spent, student
 from turnwise.statistics.intervals import Interval
-from turnwise.statistics.off_policy import change
+from turnwise.statistics.off_policy import Change, change, surprise_of
 
 ALPHA = 0.1
 UNIT = (0.0, 1.0)
@@ -159,7 +159,7 @@ def test_a_change_that_the_log_cannot_tell_is_refused_in_words(num, words):
 
 
 def test_a_wrong_propensity_moves_the_mean_weight_from_one():
-    """The engine sampled twenty choices at 0.5 and the record says 0.55: a quarter of the sessions shows it."""
+    """The engine sampled twenty choices at 0.5 or 0.58, and the record says 0.5."""
     generator = np.random.default_rng(4)
     found = {}
     for sampled in (0.5, 0.58):
@@ -169,6 +169,56 @@ def test_a_wrong_propensity_moves_the_mean_weight_from_one():
     assert not found[0.5].is_off
     assert found[0.58].is_off
     assert "must be 1" in found[0.58].reason
+
+
+def test_what_was_never_logged_is_no_wrong_propensity():
+    """The log lacks each session of the less probable half: its version is refused, and nothing is wrong."""
+    good = np.random.default_rng(4).binomial(20, 0.5, 600)
+    logs = good * math.log(0.45 / 0.5) + (20 - good) * math.log(0.55 / 0.5)
+    found = change(logs[good > 9], good[good > 9] / 20, Looks(), UNIT)
+    assert not found.is_off
+    assert "was never logged" in found.reason
+
+
+def surprised(sampled_at: float, sharpness: float, step: float, generator: np.random.Generator) -> Change:
+    """100 sessions of 15 tokens of 40, recorded at temperature 1, estimated for a version that differs by `step`."""
+    logits = generator.normal(0, sharpness, (30, 40))
+    was, now, true = (
+        _log_softmax(each)
+        for each in (logits, logits + step * generator.normal(size=logits.shape), logits / sampled_at)
+    )
+    entropies = -(np.exp(now) * now).sum(1)
+    places = generator.integers(0, len(logits), (100, 15))
+    chosen = (generator.random((100, 15, 1)) > np.exp(true).cumsum(1)[places]).sum(-1).clip(0, 39)
+    new, old = now[places, chosen], was[places, chosen]
+    surprises = [surprise_of(*columns) for columns in zip(new, old, entropies[places], strict=True)]
+    return change((new - old).sum(1), generator.random(100), Looks(), UNIT, surprises=surprises)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("num_draws", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharpness", [1.0, 3.0, 8.0])
+def test_a_temperature_that_nobody_recorded_is_noticed_and_no_honest_log_is(sharpness, num_draws):
+    """The version has moved, by less than would be refused; 1.3 is noticed at once, and 0.7 too."""
+    generator = np.random.default_rng(5)
+    honest = [surprised(1.0, sharpness, step, generator).is_off for step in (0.05, 0.15) for _ in range(num_draws)]
+    assert np.mean(honest) <= 0.02
+    for temperature, words in ((1.3, "less probable"), (0.7, "more probable")):
+        found = [surprised(temperature, sharpness, 0.1, generator) for _ in range(20)]
+        assert sum(each.is_off for each in found) >= 17
+        assert sum(words in (each.reason or "") for each in found) >= 17
+
+
+def test_the_surprise_of_tokens_by_hand():
+    """π = (3/4, 1/4) and μ = (1/2, 1/2): H = 0.5623; the two tokens weigh 3/2 and 1/2, and their mean by μ is 0."""
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    both = [surprise_of([math.log(p)], [math.log(0.5)], [entropy]) for p in (0.75, 0.25)]
+    assert [each.total for each in both] == pytest.approx([1.5 * -0.274653, 0.5 * 0.823959], abs=1e-5)
+    assert sum(each.total for each in both) == pytest.approx(0.0, abs=1e-12)
+    assert both[0].variance == pytest.approx(entropy * (1 - math.log(entropy)))
 
 
 def test_quantiles_and_exact_tests_equal_published_values():

@@ -23,6 +23,7 @@ from turnwise.features.estimates import (
     nothing,
 )
 from turnwise.features.labels import Label, set_label
+from turnwise.statistics.off_policy import Surprise
 from turnwise.store import rows, schema
 from turnwise.store.turns import append_turns
 from turnwise.store.updates import record_trained
@@ -122,16 +123,17 @@ def test_a_version_that_does_less_of_it_is_not_served():
     [
         (logged(60), "60 sessions can be compared, and 100 are needed"),
         (logged(step=0.5), "it has moved too far to tell; try it on some sessions (canary); "),
-        ([each for each in logged(300) if each.log_weight > 0], "the mean weight of "),
+        ([each for each in logged(300) if each.log_weight > 0], "the mean weight is "),
+        ([dataclasses.replace(each, surprise=Surprise(1.0, 1.0)) for each in logged()], "(11.0 standard errors)"),
     ],
-    ids=["few", "far", "wrong propensity"],
+    ids=["few", "far", "wrong propensity", "unknown temperature"],
 )
 def test_no_number_is_said_where_none_can_be_known(found, words):
     said = estimate(found, {})
     assert (said["change"], said["low"], said["high"]) == (None, None, None)
     assert words in said["reason"]
     assert in_words(said) == said["reason"]
-    assert said["is_off"] is words.startswith("the mean weight")
+    assert said["is_off"] is words.startswith(("the mean weight", "(11.0"))
     assert why_worse(said) is None
 
 

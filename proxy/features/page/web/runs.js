@@ -169,7 +169,7 @@ const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`
 function estimatedChange(found) {
   if (!found) return "";
   const slices = found.slices.filter((each) => each.change !== null).map((each) => `${each.by} ${each.value}: ${signed(each.change)} (${signed(each.low)} to ${signed(each.high)})`);
-  if (found.change === null) return make("span", {className: found.is_off ? "warn" : "quiet", title: found.reason}, found.is_off ? "cannot know: weights off 1" : "cannot know");
+  if (found.change === null) return make("span", {className: found.is_off ? "warn" : "quiet", title: found.reason}, found.is_off ? "cannot know: wrong probabilities" : "cannot know");
   const title = [`${signed(found.low)} to ${signed(found.high)} with 90 %, from ${plural(found.num_sessions, "session")}; ${number(100 * found.logged_share)} % of what it would do was logged`, ...slices].join("\n");
   return make("span", {title}, signed(found.change));
 }
