@@ -20,7 +20,8 @@ from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
 from proxy.sessions.memory import MAX_SESSIONS, LiveSession
 from proxy.sessions.place import Caller, CallPlace, Sessions, Unnamed, opened_by_call
-from turnwise.features import inferred
+from proxy.sessions.roles import ASKS_FOR_SUMMARY, side_task
+from turnwise.features import inferred, summaries
 from turnwise.store.database import Connection
 from turnwise.types import Json, SessionStatus
 
@@ -60,6 +61,8 @@ class Inferred(Unnamed):
         """By the conversations of the turns that were committed here, and by the ids of their tool calls."""
         self._unanswered = SessionIds(MAX_SESSIONS)
         """Those whose only calls failed before a token was sampled, by the digest of the request."""
+        self._summed_up = SessionIds(MAX_SESSIONS)
+        """Those that were asked for a summary here, from which a new context may go on."""
 
     def remember(self, key_id: str, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
         """Let calls of an API key find a session by these turns."""
@@ -82,6 +85,8 @@ class Inferred(Unnamed):
         if live is None:
             live = await self.find_by_calls(call.messages, caller)
         if live is None:
+            live = await self._find_summed_up(call.messages, caller)
+        if live is None:
             live = await self.take_unanswered(caller, request)
         session_id = f"auto-{uuid.uuid4().hex}" if live is None else live.session.session_id
         if call.idempotency_key is not None:
@@ -93,6 +98,8 @@ class Inferred(Unnamed):
         if live is None:
             sessions.metrics.sessions.labels("inferred").inc()
             live = await sessions.cache.open(opened_by_call(session_id, caller, call))
+        if side_task(call.messages, call.tools, call.body) == ASKS_FOR_SUMMARY:
+            self._summed_up.add(caller, b"", session_id)
         place = await sessions.place_in(live, call, principal, principal.key_id, conversation)
         place.repeated_by = caller, request
         is_own = turn is not None and turn.turn_id in place.forest.by_id
@@ -132,6 +139,7 @@ class Inferred(Unnamed):
     def clear(self) -> None:
         self._ids.clear()
         self._unanswered.clear()
+        self._summed_up.clear()
 
     async def _find(
         self, conversation: ConversationDigests, messages: Sequence[Json], caller: Caller
@@ -191,6 +199,15 @@ class Inferred(Unnamed):
                 if len(sessions) == 1 and (live := await self._if_open(sessions[0], caller)):
                     return live
         return None
+
+    async def _find_summed_up(self, messages: Sequence[Json], caller: Caller) -> LiveSession | None:
+        """Return the open session with a summary that the messages go on from: all else of it may be left out."""
+        session_ids = self._summed_up.find(caller, b"")[-MAX_CANDIDATES:]
+        if not session_ids:
+            return None
+        find = summaries.session_summed_up
+        found = await self.sessions.database.fetch(find, caller[0], session_ids, messages)
+        return None if found is None else await self._if_open(found, caller)
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""

@@ -260,3 +260,40 @@ def test_an_agent_that_cuts_its_history_stays_in_its_session_by_the_ids_of_its_c
     for messages, text in zip(cut, ("up", "down"), strict=True):
         played(proxy, messages, text, TOOLS)
     assert sorted(sessions_of(proxy).values()) == [["look at the sea", "down"], ["look at the sky", "up"]]
+
+
+SAID = (
+    "alpha is mended, and beta still lacks its mocked clock",
+    "alpha is broken, and gamma has not been looked at yet",
+)
+
+
+def test_a_context_that_a_summary_begins_stays_in_the_session_of_the_summary(fake_engine, proxy):
+    """It has nothing else of it: no message, no id. The summary was asked for in the chain, or with the text alone."""
+    prompts = "Summarize our conversation so far.", "Create a clear and complete summary of the entire conversation"
+    fake_engine.state.script.rules[:] = [
+        *(Rule(contains=prompt, reply=Reply(text=said)) for prompt, said in zip(prompts, SAID, strict=True)),
+        Rule(reply=Reply(text="Done.")),
+    ]
+    in_chain = played(proxy, played(proxy, [], "Mend alpha."), prompts[0])
+    beside = played(proxy, [], f"{prompts[1]}: Mend alpha. Done.")
+    for said in SAID:
+        call(proxy, [user(f"So far: {said}\nGo on.")])
+    call(proxy, [user("Something else: nothing of it was said before.")])
+    found = sorted(sessions_of(proxy).values(), key=len)
+    assert [len(each) for each in found] == [1, 2, 3]
+    assert in_chain[-1]["content"] in found[2][-1]
+    assert beside[-1]["content"] in found[1][-1]
+
+
+def test_equal_summaries_of_parallel_rollouts_are_gone_on_from_in_a_session_each(fake_engine, proxy):
+    prompt = "Summarize our conversation so far."
+    fake_engine.state.script.rules[:] = [
+        Rule(contains=prompt, reply=Reply(text=SAID[0])),
+        Rule(reply=Reply(text="Done.")),
+    ]
+    for _ in range(2):
+        played(proxy, played(proxy, [], "Mend alpha."), prompt)
+    for _ in range(3):
+        call(proxy, [user(f"So far: {SAID[0]}")])
+    assert sorted(map(len, sessions_of(proxy).values())) == [1, 3, 3]

@@ -64,6 +64,8 @@ def test_a_summary_is_trained_with_both_chains_and_the_next_context_says_that_it
         (on, "main", "exact", [summary]),
     ]
     assert [turn["summary_left_out"] for turn in turns] == [None, "not_continued", None, None]
+    shown = [httpx2.get(f"{proxy.v1}/turns/{turn['turn_id']}/tokens").json()["segments"][-1] for turn in turns]
+    assert [segment["is_trainable"] for segment in shown] == [True, False, True, True]
     lines = httpx2.get(f"{proxy.v1}/experiences", params={"merge": "chain"}).raise_for_status().text.splitlines()
     chains = [orjson.loads(line) for line in lines]
     assert [experience["turn_ids"] for experience in chains] == [[first, summary], [on]]

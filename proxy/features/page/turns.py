@@ -23,6 +23,7 @@ from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.errors import Conflict, NotFound
 from turnwise.features.images import placed_images, read_media
+from turnwise.features.summaries import why_left_out
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
@@ -54,7 +55,8 @@ class Segment:
     policy_version_last: int
     role: Role
     is_trainable: bool = False
-    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it."""
+    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it, nor
+    that nothing goes on from a summary."""
     reward: float | None = None
     """The turn's reward under the session's credit policy; null without a reward, and for a prompt."""
     turn_return: float | None = None
@@ -150,7 +152,8 @@ def _tokens(
             )
             segments.append(segment)
             if kind == "sampled":
-                segment.is_trainable = is_trainable(turn) and segment.role in TRAINED_ROLES
+                is_left_out = why_left_out(turn) is not None
+                segment.is_trainable = is_trainable(turn) and segment.role in TRAINED_ROLES and not is_left_out
                 segment.advantage = advantages.get(turn.turn_id)
                 if credit is not None:
                     segment.reward = credit.turn_rewards.get(turn.turn_id)

@@ -186,6 +186,29 @@ def test_titles_and_tasks_of_sub_agents_that_quote_a_summary_go_on_from_none(dat
     assert not any(each["continues_summary"] for each in fields.values())
 
 
+@pytest.mark.parametrize("said", ["", " \n", "<think>Nothing to say.</think>"])
+def test_a_summary_that_says_nothing_has_the_return_of_what_follows_from_it(database, said):
+    """Silence is an action like others: its session fails, and each member of the group is compared."""
+    t1 = make_turn("t1", messages=[user("The task, in many words, with all that was found out.")], role=Role.MAIN)
+    response = {"role": "assistant", "content": said}
+    silent = asked("t2", t1, "", response=response, outcome=Outcome.EXACT)
+    fields = play(database, [t1, silent, begun("t3", "Summary:", "Go on.")], [Reward(session_id="s", value=-1.0)])
+    assert fields["t2"] == {"continues_summary": None, "continued_by": ["t3"], "summary_left_out": None}
+    assert fields["t3"]["continues_summary"] == ["t2"]
+    with database.read() as conn:
+        returns = {one.turn_ids[0]: one.reward for one in experiences.experiences(conn, SessionFilter(session_id="s"))}
+    assert returns["t2"] == -1.0
+
+
+def test_a_summary_that_says_nothing_is_given_up_where_another_is_used_or_the_context_is_kept(database):
+    t1 = make_turn("t1", messages=[user("The task.")], role=Role.MAIN)
+    silent, second = asked("t2", t1, ""), asked("t3", t1, SAID)
+    whole = begun("t5", "The task, and all that was said of it. " * 9)
+    fields = play(database, [t1, silent, second, begun("t4", SAID), asked("t6", t1, ""), whole], [])
+    assert (fields["t4"]["continues_summary"], fields["t2"]["summary_left_out"]) == (["t3"], "another_attempt")
+    assert (fields["t5"]["continues_summary"], fields["t6"]["summary_left_out"]) == (None, "not_continued")
+
+
 TOKENS = (0, 1)
 GAMMA = 0.9
 

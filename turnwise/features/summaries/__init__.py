@@ -24,6 +24,7 @@ from turnwise.credit import SessionCredit
 from turnwise.features.summaries.matching import (
     Reply,
     continued,
+    is_empty,
     prompt_text,
     text_of,
     texts_of_calls,
@@ -34,7 +35,7 @@ from turnwise.store.extensions import Extension
 from turnwise.store.schema import indexes, sessions, turns
 from turnwise.store.statements import fetch_rows
 from turnwise.store.turns import path_to
-from turnwise.types import Json, Outcome, Role, Turn
+from turnwise.types import Json, Outcome, Role, SessionStatus, Turn
 
 SUMMARIES = "summaries"
 NOT_CONTINUED = "not_continued"
@@ -135,6 +136,8 @@ def _link_one(conn: sa.Connection, row: Row) -> None:
         replies = [Reply(each.turn_id, texts, "") for each in summaries if (texts := texts_of(each.response))]
         messages = json.loads(row["messages"])
         found = list(dict.fromkeys([*found, *_continued(conn, messages, replies)]))
+        if not found and row["role"] == Role.MAIN:
+            found = _emptied(conn, messages, summaries[-1], known)
         if found and row["role"] == Role.SUB_AGENT and _is_task(conn, row, messages):
             return
     if found:
@@ -185,6 +188,42 @@ def _continued(conn: sa.Connection, messages: Sequence[Json], replies: Sequence[
     texts = {reply.texts for reply in replies if reply.turn_id in likely}
     wanted = [reply for reply in replies if reply.turn_id in likely or reply.texts in texts]
     return continued(messages, [Reply(each.turn_id, each.texts, _prompt(conn, each.turn_id)) for each in wanted])
+
+
+def _emptied(conn: sa.Connection, messages: Sequence[Json], last: Any, known: Mapping[str, Json]) -> list[str]:
+    """Return the last summary if it says nothing and the context is shorter than what it had to sum up.
+
+    Each prompt has all that it says. What follows is its return too: else a policy could be silent for nothing.
+    """
+    is_waiting = known[last.turn_id].get("summary_left_out") == NOT_CONTINUED and is_empty(json.loads(last.response))
+    return [last.turn_id] if is_waiting and len(prompt_text(messages)) < len(_prompt(conn, last.turn_id)) else []
+
+
+def session_summed_up(
+    conn: sa.Connection, tenant: str, session_ids: Collection[str], messages: Sequence[Json]
+) -> str | None:
+    """Return which of these open sessions has a summary that a prompt goes on from, and that no context did.
+
+    Of several it is the one whose summary is the oldest: equal ones are interchangeable.
+    """
+    own = (
+        sessions.c.tenant == tenant,
+        sessions.c.session_id.in_(session_ids),
+        sessions.c.status == SessionStatus.OPEN.value,
+    )
+    wanted = (sessions.c.session_id, _t.turn_id, _t.response, _t.parts)
+    of_them = _t.session_pk == sessions.c.session_pk
+    found = sa.select(*wanted).join_from(sessions, turns, of_them).where(*own, sa.text(_of_summaries))
+    session_of: dict[str, str] = {}
+    replies = []
+    for row in conn.execute(found.order_by(_t.session_pk, _t.seq)):
+        stored = _read(unpack_parts(row.parts or b"").get(SUMMARIES))
+        if stored.get("summary_left_out") == NOT_CONTINUED and (texts := texts_of(row.response)):
+            session_of[row.turn_id] = row.session_id
+            replies.append(Reply(row.turn_id, texts, ""))
+    going_on = _continued(conn, messages, replies)
+    same = {reply.texts for reply in replies if reply.turn_id in going_on}
+    return next((session_of[reply.turn_id] for reply in replies if reply.texts in same), None)
 
 
 def _prompt(conn: sa.Connection, turn_id: str) -> str:
@@ -238,8 +277,15 @@ def _as_credited(turn: Turn, steps: Mapping[str, int]) -> Turn:
         return dataclasses.replace(turn, step=steps[turn.turn_id])
     if not is_trainable(turn):
         return turn
-    why = _read(turn.parts.get(SUMMARIES)).get("summary_left_out") or NOT_CONTINUED
-    return dataclasses.replace(turn, outcome=Outcome.UNTRAINABLE, reason=f"summary_{why}")
+    return dataclasses.replace(
+        turn, outcome=Outcome.UNTRAINABLE, reason=f"summary_{why_left_out(turn) or NOT_CONTINUED}"
+    )
+
+
+def why_left_out(turn: Turn) -> str | None:
+    """Return why a summary is not trained; None of any other turn."""
+    why: str | None = _read(turn.parts.get(SUMMARIES)).get("summary_left_out")
+    return why
 
 
 def _step(turn: Turn) -> int:

@@ -133,6 +133,11 @@ def texts_of_reply(response: Json) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, map(flattened, own))))
 
 
+def is_empty(response: Json) -> bool:
+    """Return whether a reply says nothing beside its thinking."""
+    return not flattened(THINKING.sub("", text_of(response))) and not texts_of_calls(response)
+
+
 def texts_of_calls(response: Json) -> list[str]:
     """Return the texts among the arguments of a reply's tool calls."""
     calls = (call.get("function") or {} for call in response.get("tool_calls") or () if isinstance(call, dict))
