@@ -88,10 +88,11 @@ class ReplySender:
 
     @contextlib.contextmanager
     def kept_alive(self, seconds: float) -> Iterator[None]:
-        """Send what clients ignore whenever a stream has been silent in the block for this time.
+        """Send what clients ignore whenever a call that streams has been silent in the block for this time.
 
-        One timer runs for the whole stream. It calls a method: a closure that names itself would keep the events of
-        every stream in memory until the next garbage collection.
+        One timer runs for the whole call, which a feature may let wait for another one before it begins. It calls a
+        method: a closure that names itself would keep the events of every stream in memory until the next garbage
+        collection.
         """
         if seconds <= 0:
             yield
@@ -106,7 +107,7 @@ class ReplySender:
                 self._commenting.cancel()
 
     def _comment_if_silent(self, seconds: float) -> None:
-        silent = self._loop.time() - self._sent_at
+        silent = self._loop.time() - self._sent_at if self.call is not NOT_YET and self.call.stream else 0.0
         if silent >= seconds and (self._commenting is None or self._commenting.done()):
             self._commenting = self._loop.create_task(self.part(self.call.encoder.keep_alive))
             self._sent_at, silent = self._loop.time(), 0.0
@@ -242,20 +243,19 @@ class SampleEndpoint(Endpoint):
             reply_headers=reply.headers,
         )
         try:
-            with cancelled_when_client_leaves(running.left):
-                earlier = await self._begin(scope, receive, running, reply)
+            with reply.kept_alive(services.settings.stream_keep_alive_seconds):
+                with cancelled_when_client_leaves(running.left):
+                    earlier = await self._begin(scope, receive, running, reply)
+                answer = b"" if earlier is not None else await services.relay.reply(running, reply.part)
             if earlier is not None:
                 services.metrics.coalesced.inc()
                 reply.headers = {**earlier.headers}
                 assert earlier.answer is not None
                 await (reply.part(earlier.answer, is_last=True) if reply.call.stream else reply.whole(earlier.answer))
             elif running.call.stream:
-                with reply.kept_alive(services.settings.stream_keep_alive_seconds):
-                    held = await services.relay.reply(running, reply.part)
-                await reply.part(held, is_last=True)
+                await reply.part(answer, is_last=True)
                 running.answer = b"".join(reply.parts)
             else:
-                answer = await services.relay.reply(running)
                 reply.headers[POLICY_VERSION] = str(running.version_first)
                 await reply.whole(answer)
                 running.answer = answer

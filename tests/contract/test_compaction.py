@@ -9,7 +9,9 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from support.control_plane import metric
 from support.proxies import ProxyAndEngine, RunningProxy
+from support.waiting import wait_until
 from turnwise_fake_engine import Reply, Rule
 
 from turnwise.types import Outcome
@@ -304,3 +306,35 @@ def test_a_summary_without_text_is_an_error_that_clients_retry(proxy, shared_eng
     answer = httpx2.post(url, json=body)
     assert (answer.status_code, answer.json()["error"]["message"].endswith("without a text; retry")) == (503, True)
     assert "response.failed" in httpx2.post(url, json={**body, "stream": True}).text
+
+
+LONG = {
+    "model": "fake",
+    "stream": True,
+    "input": [{"role": "user", "content": "Where is the key? " * 9}],
+    "context_management": [{"type": "compaction", "compact_threshold": 60}],
+}
+
+
+def test_a_stream_whose_summary_takes_long_is_kept_alive(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--stream-keep-alive-seconds", "0.05")
+    fake_engine.answer(Rule(reply=Reply(text=SUMMARY, pace_seconds=0.05), contains="Write the summary"))
+    fake_engine.answer(Rule(reply=Reply(text="Done."), contains="<summary>"))
+    events = httpx2.post(f"{proxy.session_v1('kept')}/responses", json=LONG, timeout=60).text.split("\n\n")
+    assert events[:2] == [": keep-alive"] * 2, "the reply begins after its summary"
+    assert "response.completed" in events[-2]
+    assert [view.turn.response["content"] for view in proxy.turns("kept")] == [SUMMARY, "Done."]
+
+
+def test_a_client_that_leaves_while_its_summary_is_sampled_leaves_an_aborted_turn_and_no_call(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--stream-keep-alive-seconds", "0.05")
+    fake_engine.answer(Rule(reply=Reply(text=SUMMARY, pace_seconds=0.2), contains="Write the summary"))
+    with httpx2.stream("POST", f"{proxy.session_v1('left')}/responses", json=LONG, timeout=60) as answer:
+        assert next(answer.iter_text()).startswith(": keep-alive")
+    wait_until(
+        lambda: bool(proxy.turns("left")) and metric(proxy, "turnwise_calls_in_flight") == 0, "the call to be over"
+    )
+    (view,) = proxy.turns("left")
+    assert (view.turn.outcome, view.turn.reason) == (Outcome.ABORTED, "client_left")
+    of_engine = {"engine": fake_engine.url}
+    wait_until(lambda: metric(proxy, "turnwise_engine_calls", **of_engine) == 0, "the engine to be free")
