@@ -65,12 +65,16 @@ class SummaryDemo(Demo):
         self.is_control = settings.control != "none"
 
     def _build_model(self) -> str:
-        from turnwise.default_models.small_model import SmallModelSpec, build_small_model  # loads torch
+        from turnwise.default_models.small_model import SmallModelSpec, build_small_model, warm_up_loss  # loads torch
 
-        directory = self._settings.out / f"model-{self._settings.seed}"
-        spec = SmallModelSpec(self.warm_up, self._settings.seed, num_warm_up_steps=secret.NUM_WARM_UP_STEPS)
-        self._say("model", f"building the small demo model into {directory}, two minutes, once")
-        return str(build_small_model(directory, spec))
+        for num_steps in secret.NUM_WARM_UP_STEPS:
+            directory = self._settings.out / f"model-{self._settings.seed}-{num_steps}"
+            spec = SmallModelSpec(self.warm_up, self._settings.seed, num_warm_up_steps=num_steps)
+            self._say("model", f"building the small demo model into {directory}, two minutes, once")
+            build_small_model(directory, spec)
+            if warm_up_loss(directory) <= secret.MOST_LOSS:
+                break
+        return str(directory)
 
     def _prepare(self) -> str | None:
         if self._settings.control == "untrained":

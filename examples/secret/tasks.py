@@ -18,7 +18,9 @@ NUM_NAMES = 6
 LISTS = ("Secret", "Guests", "Winners", "Absent")
 AFTER_SUMMARY_RATE = 0.3
 """Share of the warm-up's conversations that go on from a summary; they are shorter and learnt sooner."""
-NUM_WARM_UP_STEPS = 600
+NUM_WARM_UP_STEPS = 600, 900
+MOST_LOSS = 0.25
+"""A model of a greater loss after fewer steps does not copy names yet, and earns nothing: it gets the next number."""
 QUESTION = "Which names?"
 ANSWER = "OK."
 

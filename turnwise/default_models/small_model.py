@@ -309,6 +309,11 @@ def _write_model(directory: Path, spec: SmallModelSpec, on_progress: Progress | 
     (directory / SPEC_FILE).write_text(json.dumps(built, indent=2) + "\n")
 
 
+def warm_up_loss(directory: Path) -> float:
+    """Return the loss of a built model in the last step of its warm-up."""
+    return float(json.loads((directory / SPEC_FILE).read_text())["warm_up_loss"])
+
+
 def _built_digest(directory: Path) -> str | None:
     try:
         return str(json.loads((directory / SPEC_FILE).read_text())["digest"])
