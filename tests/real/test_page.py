@@ -209,6 +209,19 @@ def test_a_person_says_what_a_reply_should_have_been(window, world):
     ]
 
 
+def test_a_reply_that_must_not_come_again_is_pinned_by_a_button(window, world):
+    call(world, "pinned")
+    page = window.open("#session/pinned")
+    page.click("summary:text-is('Feedback')")
+    page.click("button:text-is('Must not come again')")
+    page.wait_for_selector(".chip:text('must')")
+    (turn_id,) = [view.turn.turn_id for view in world.turns("pinned")]
+    (example,) = httpx2.get(f"{world.url}/v1/examples").json()["data"]
+    assert (example["example_id"], example["criterion"]["kind"]) == (turn_id, "not_again")
+    assert [each["label"] for each in httpx2.get(f"{world.url}/v1/sessions/pinned").json()["labels"]] == ["must"]
+    httpx2.delete(f"{world.url}/v1/examples/{turn_id}").raise_for_status()
+
+
 def test_the_served_version_is_chosen_after_a_question(window, world):
     """The engines of other tests keep their version, because the route that chooses one is answered here."""
     page = window.page
