@@ -38,9 +38,10 @@ Copilot CLI and Cline cut when the engine's count of tokens reaches a part of th
 tokens are bytes, up to three times as many as vLLM's, so the length is set from a measured prompt. Copilot CLI asks for
 its summary beside its next call: the one that arrives second starts a chain, so a run has two chains or three.
 
-Without a session in the base URL, the calls after a cut are found by the ids of the tool calls that they repeat. An
-agent that keeps none of them starts a new session, and so does a request for a summary that is sent without the
-conversation. Give such agents a session in the base URL: then all calls of a run are in it.
+Without a session in the base URL, the calls after a cut are found by the ids of the tool calls that they repeat, and
+else by the summary that they go on from. An agent that keeps neither starts a new session, and so does a request for a
+summary that is sent without the conversation. Give such agents a session in the base URL: then all calls of a run are
+in it.
 """
 TAKEN = """\
 

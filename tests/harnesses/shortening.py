@@ -18,6 +18,8 @@ COLUMNS = {
     "runs": "it calls its tool again and again, shortens its conversation, and ends with the model's answer",
     "sessions": "the number of sessions without a session in the base URL",
     "summary": "role and reason of the calls that ask for a summary; – if it asks for none",
+    "continued": "of how many of its summaries in one session a later context says that it goes on from them "
+    "(`continues_summary`), so that they are trained",
     "beside": "role and reason of its other calls, such as sub-agents",
     "chains": "the chains of its own conversation, and how many of their turns are exact; the first turn after a cut "
     "contains replies whose tokens are not used again",
@@ -25,7 +27,8 @@ COLUMNS = {
 }
 """The columns of the table."""
 SUMMARY = "THE-SUMMARY"
-"""The reply of the engine to a call that asks for a summary."""
+"""What the reply of the engine to a call that asks for a summary begins with."""
+MOST_SUMMARIES = 30
 NUM_CALLS = 8
 """How often the engine calls the tool."""
 NUM_FILLING = 5.25
@@ -63,6 +66,7 @@ def examine_shortening(stage: Stage) -> Verdict:
     unnamed = stage.attempt(None, lambda place: shortening_rules(harness, place))
     verdict.cells["sessions"] = str(len({turn["session_id"] for turn in unnamed.turns}))
     summaries += [turn for turn in unnamed.turns if _is_summary(turn)]
+    verdict.cells["continued"] = _continued(attempt)
     verdict.cells["summary"] = ", ".join(sorted({_role(turn) for turn in summaries})) or NONE
     own = [turn for turn in own_turns(attempt.turns) if not _is_summary(turn)]
     num_exact = sum(turn["outcome"] == "exact" for turn in own)
@@ -110,11 +114,19 @@ def shortening_rules(harness: ShorteningHarness, place: Place, num_calls: int = 
 def _title_and_summary(harness: ShorteningHarness) -> list[Rule]:
     """Return the rules for the calls beside the agent's own; a title's prompt may quote that of a summary."""
     title = Rule(contains=" title for this conversation", reply=Reply(text="A check"))
-    return [title, *(Rule(contains=text, reply=Reply(text=SUMMARY)) for text in harness.summary_texts)]
+    said = f"{SUMMARY} {{}}: the check was called again and again, and its outputs were not looked at."
+    numbered = [(text, said.format(number)) for number in range(MOST_SUMMARIES) for text in harness.summary_texts]
+    return [title, *(Rule(contains=text, reply=Reply(text=reply), count=1) for text, reply in numbered)]
 
 
 def _is_summary(turn: Json) -> bool:
     return SUMMARY in str(turn["response"].get("content"))
+
+
+def _continued(attempt: Attempt) -> str:
+    of_summaries = [turn for turn in attempt.turns if turn["role"] == "summary"]
+    trained = [turn for turn in of_summaries if turn["continued_by"] and turn["summary_left_out"] is None]
+    return f"{len(trained)} of {len(of_summaries)}" if of_summaries else NONE
 
 
 def _role(turn: Json) -> str:
