@@ -12,9 +12,11 @@ from certificates.loads import ENVIRONMENT, change
 from certificates.tiny import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.vllm_sources import recorded
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.processing.context import InputProcessingContext
 
+from turnwise.engine_plugin import upstream
 from turnwise.engine_plugin.images import refuse_unfit_images
 from turnwise.types import PolicyKind
 
@@ -47,10 +49,36 @@ for number, path in enumerate(sys.argv[2:], start=1):
         print("refused:", error)
 """
 
+REPLACED = """
+import inspect, sys, types
+from turnwise import engine_plugin
+from turnwise.engine_plugin import images, supports
+engine_plugin.register()
+images._show_in_replies()
+supports._show_in_replies()
+for module in [each for name, each in sys.modules.items() if name.startswith("vllm.")]:
+    owners = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+    for owner in [module, *owners]:
+        for name, value in vars(owner).items():
+            function = value.__func__ if type(value) is classmethod else value
+            if type(function) is types.FunctionType and "engine_plugin" in function.__code__.co_filename:
+                print(":".join([module.__name__, name if owner is module else f"{owner.__name__}.{name}"]))
+"""
+
 
 def ask(model: str, batched_tokens: int) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", ASK, model, str(batched_tokens)]
     return subprocess.run(argv, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def test_the_plug_in_replaces_what_it_declares_and_nothing_else():
+    argv = [sys.executable, "-c", REPLACED]
+    done = subprocess.run(argv, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    declared = {name for each in upstream.PATCHES.values() for name in each.replaced if recorded()[name][0]}
+    found = {line for line in done.stdout.splitlines() if line.startswith("vllm.")}
+    assert declared <= found
+    assert {name.partition(":")[2] for name in found} == {name.partition(":")[2] for name in declared}
 
 
 def test_seeded_calls_whose_prompts_are_computed_in_parts_draw_the_tokens_of_whole_ones(tmp_path):

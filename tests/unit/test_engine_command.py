@@ -452,6 +452,7 @@ def test_an_engine_that_died_answers_with_the_exception_that_ended_it(monkeypatc
     except ValueError:
         Core()._send_engine_dead()
     assert str(Dead()) == "See stack trace. ValueError: invalid literal for int() with base 10: 'CPU'"
+    assert str(Dead()) == Dead().CLIENT_MESSAGE, "vLLM 0.33 answers with this"
 
 
 def test_a_model_without_a_chat_template_is_refused_before_anything_starts(tmp_path):

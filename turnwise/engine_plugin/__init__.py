@@ -5,7 +5,7 @@ is the part inside vLLM, `receiver` receives and checks a version, `channel` car
 torch's, and the trainer sends with it. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches
 with adapters, `seeds` what seeded calls draw there. `supports` lets replies say which ids could be sampled at each
 token. `images` lets the chat route take token ids together with images. `unread` refuses a checkpoint, and
-`adapters` an adapter, of which vLLM would leave out a part.
+`adapters` an adapter, of which vLLM would leave out a part. `upstream` says which releases of vLLM all of this fits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from turnwise.engine_plugin import upstream
 
 BACKEND = "turnwise"
 """Name of the backend: `--weight-transfer-config '{"backend": "turnwise"}'`."""
@@ -30,7 +32,15 @@ def register() -> None:
     """Register the backend, mend what vLLM's CPU kernels get wrong, and let replies say what could be sampled.
 
     vLLM calls this in each of its processes, sometimes more than once; the first call counts.
+
+    Raises:
+        RuntimeError: vLLM is outside of the range that the plug-in fits; the engine does not start.
     """
+    from vllm.version import __version__
+
+    if (problem := upstream.refusal(__version__)) is not None:
+        raise RuntimeError(problem)
+
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.lora.model_manager import LoRAModelManager
@@ -58,7 +68,7 @@ def register() -> None:
     cpu_kernels.multiply_by_adapter(lora_ops, punica_cpu)
     if current_platform.is_cpu():
         from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         cpu_kernels.split_prompts(MambaMixer2)
@@ -70,7 +80,7 @@ def register() -> None:
     return_supports(logprobs)
     images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
     images.refuse_unreadable_files(ImageMediaIO)
-    images.refuse_typed_placeholders(chat_utils)
+    images.refuse_typed_placeholders(getattr(chat_utils, "chat_message", chat_utils))
     images.refuse_unfit_images(InputProcessingContext)
     tell_why_it_died(EngineCoreProc, EngineDeadError)
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
@@ -104,7 +114,7 @@ def tell_why_it_died(core: type[Any], dead: type[Exception]) -> None:
     """Let the error of an engine that died name the exception that ended it.
 
     The first process of vLLM makes the file, and the others inherit its name. A `core` tells it that it dies, and it
-    answers calls with `dead` then.
+    answers calls with `dead` then. From 0.33 on it answers with a text of its own, which gets the reason too.
     """
     if REASON_FILE not in os.environ:
         handle, os.environ[REASON_FILE] = tempfile.mkstemp(prefix="turnwise-engine-")
@@ -119,10 +129,11 @@ def tell_why_it_died(core: type[Any], dead: type[Exception]) -> None:
         send(self)
 
     @functools.wraps(begin)
-    def begin_with_reason(self: Exception, *arguments: Any, **options: Any) -> None:
+    def begin_with_reason(self: Any, *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
         if file.is_file() and (reason := file.read_text(encoding="utf-8")):
             self.args = (f"{self.args[0]} {reason}", *self.args[1:])
+            self.CLIENT_MESSAGE = self.args[0]
 
     core._send_engine_dead = write_and_send  # noqa: SLF001  as above
-    dead.__init__ = begin_with_reason  # type: ignore[assignment,method-assign]
+    dead.__init__ = begin_with_reason  # type: ignore[method-assign]

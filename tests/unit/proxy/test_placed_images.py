@@ -143,6 +143,7 @@ def test_a_placeholder_that_is_text_of_other_tokens_is_refused_and_one_at_a_plac
     check_not_typed(merged, [1, 2, 3], named)
 
 
+@pytest.mark.parametrize("join", ["_get_full_multimodal_text_prompt", "get_full_multimodal_text_prompt"])
 @pytest.mark.parametrize(
     ("texts", "interleave", "is_refused"),
     [
@@ -153,10 +154,12 @@ def test_a_placeholder_that_is_text_of_other_tokens_is_refused_and_one_at_a_plac
         (["<##IMAGE##>", "<##IMAGE##>"], True, True),
     ],
 )
-def test_vllm_refuses_a_message_whose_text_it_would_take_for_the_place_of_its_image(texts, interleave, is_refused):
-    chat = types.SimpleNamespace(_get_full_multimodal_text_prompt=lambda *given, **_: given)
+def test_vllm_refuses_a_message_whose_text_it_would_take_for_the_place_of_its_image(
+    join, texts, interleave, is_refused
+):
+    chat = types.SimpleNamespace(**{join: lambda *given, **_: given})
     refuse_typed_placeholders(chat)
-    call = functools.partial(chat._get_full_multimodal_text_prompt, {"<##IMAGE##>": ["<image>"]}, texts, interleave)
+    call = functools.partial(getattr(chat, join), {"<##IMAGE##>": ["<image>"]}, texts, interleave)
     if is_refused:
         with pytest.raises(Exception, match="media_placeholder: a text of the messages has '<"):
             call()
