@@ -33,9 +33,9 @@ from trainer.world import World
 from turnwise.default_models import trail
 from turnwise.default_models.small_model import ensure_small_model
 from turnwise.features.examples import Example
-from turnwise.statistics.confidence import ALPHA, spent
-from turnwise.statistics.intervals import sign_test
-from turnwise.statistics.pairs import Right
+from turnwise.features.statistics.confidence import ALPHA, spent
+from turnwise.features.statistics.intervals import sign_test
+from turnwise.features.statistics.pairs import Right
 from turnwise.types import Json
 
 NUM_EXAMPLES, NUM_PLANTED, NUM_ANSWERS = 40, 5, 5

@@ -122,11 +122,6 @@ class TrainerSettings(SelectionRule):
     """Threads of torch on a CPU; None is torch's own choice. Leave cores to an engine on the same machine: threads that
     wait for a busy core slow each other down. Another number changes the last bits of the weights."""
 
-    # What stops a group, a version, or the training
-    max_logprob_gap: float = Field(default=0.1, gt=0)
-    """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
-    sampled them. If nearly all groups are over it, the training stops."""
-
     # Versions on disk and in engines
     checkpoint_every: int = Field(default=1, ge=1)
     """Versions between two states of the trainer on disk. A state is written in the background, and batches are

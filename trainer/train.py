@@ -20,7 +20,6 @@ from trainer.batch.advantages import moved_on
 from trainer.batch.batch import trained_turns
 from trainer.batch.ratios import finite
 from trainer.batch.selection import Selection
-from trainer.checks.gap import GapCheck
 from trainer.claims.claims import Claims
 from trainer.claims.holds import Beside, Detour, Hold, own
 from trainer.claims.ledger import ClaimedBatch
@@ -87,8 +86,7 @@ class Training:
             if kind.is_on(settings):
                 self.beside.append(kind(claims, learner, first))
                 first.setdefault(kind, self.beside[-1])
-        gap_check = GapCheck(learner, self.checkpoints, settings)
-        self.updates = Updates(claims, learner, gap_check, own(self.beside, Beside.selected))
+        self.updates = Updates(claims, learner, self.beside)
         self._computing = own(self.beside, Beside.computing)
         self._why_unpublished = own(self.beside, Beside.why_unpublished)
         self._takes = own(self.beside, Beside.takes)

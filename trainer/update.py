@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from trainer.batch.advantages import UNIFORM
 from trainer.batch.batch import Batch, Reals, build, minibatches, turn_advantages
 from trainer.batch.ratios import Gauges, finite
 from trainer.batch.selection import LARGEST_VALUE, Selection, Unfit, left_out
-from trainer.checks.gap import BatchGap, GapCheck
 from trainer.claims.claims import SMALLEST_PART, Claims, refill_limit
-from trainer.claims.ledger import ClaimedBatch, RunProgress
+from trainer.claims.holds import Beside, Comparison, own
+from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.versions.state import State
@@ -42,17 +42,11 @@ MOST_REASONS = 5
 class Updates:
     """Selects what is trained of a batch, and takes its optimizer steps; every process calls it in step."""
 
-    def __init__(
-        self,
-        claims: Claims,
-        learner: PolicyAgent,
-        gap_check: GapCheck,
-        selected: Sequence[Callable[[Selection, RunProgress], Json]] = (),
-    ) -> None:
+    def __init__(self, claims: Claims, learner: PolicyAgent, beside: Sequence[Beside[Any]] = ()) -> None:
         self._claims = claims
         self._learner = learner
-        self._gap_check = gap_check
-        self._selected = selected
+        self._selected = own(beside, Beside.selected)
+        self._comparisons = own(beside, Beside.comparison)
 
     def refilled(self, claimed: ClaimedBatch, state: State, patience: float | None) -> tuple[ClaimedBatch, Selection]:
         """Return the batch with further groups in the place of those of equal rewards, if there are any; and what fits.
@@ -142,8 +136,9 @@ class Updates:
             EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
             Unfit: A row cannot be computed in one of several processes.
         """
-        gaps, count = BatchGap(batch), num_minibatches(claimed, batch, self._learner.settings)
-        num_steps, gauges = self._steps(state, batch, count, selection, gaps, record)
+        compared = [comparison(batch) for comparison in self._comparisons]
+        count = num_minibatches(claimed, batch, self._learner.settings)
+        num_steps, gauges = self._steps(state, batch, count, selection, compared, record)
         dropped = {each.group_key for each in batch.experiences} & selection.refused.keys()
         for key, reason in selection.refused.items():
             if key in dropped:
@@ -151,10 +146,18 @@ class Updates:
         if dropped:
             num_too_large = sum(selection.refused[key].startswith("out_of_memory") for key in dropped)
             gauges |= {"num_refused_groups": len(selection.refused), "num_groups_out_of_memory": num_too_large}
-        return num_steps, gauges | gaps.read(dropped)
+        for each in compared:
+            gauges |= each.gauges(dropped)
+        return num_steps, gauges
 
     def _steps(
-        self, state: State, batch: Batch, num_minibatches: int, selection: Selection, gaps: BatchGap, record: Record
+        self,
+        state: State,
+        batch: Batch,
+        num_minibatches: int,
+        selection: Selection,
+        compared: Sequence[Comparison],
+        record: Record,
     ) -> tuple[int, Json]:
         rng = state.rng()
         sampled = range(batch.num_sampled)
@@ -167,7 +170,7 @@ class Updates:
         for epoch in range(self._learner.settings.reuse_epochs):
             for place, members in enumerate(minibatches(batch, num_minibatches, rng), epoch * num_minibatches):
                 taken = self._fitting(batch, members, selection, gradient)
-                if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], selection, norms):
+                if taken is not None and epoch == 0 and _differs(compared, batch, members, taken[1], selection, norms):
                     taken = self._fitting(batch, members, selection, gradient)
                 if taken is None:
                     continue
@@ -187,15 +190,6 @@ class Updates:
             "rows_shared": int(self._learner.policy.shares_rows),
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
-
-    def _differs(
-        self, gaps: BatchGap, members: Sequence[int], logprobs: Reals, selection: Selection, norms: Sequence[float]
-    ) -> bool:
-        fit = _members_without(gaps.batch, members, selection.refused)
-        differing = self._gap_check.observe(gaps, fit, logprobs, has_moved=bool(norms))
-        for key, reason in differing.items():
-            selection.refuse(key, reason)
-        return bool(differing)
 
     def _fitting(
         self,
@@ -223,6 +217,22 @@ class Updates:
         for key, reason in [*not_finite(batch).items(), *reversed(reasons)]:
             if reason is not None:
                 selection.refuse(key, reason)
+
+
+def _differs(
+    compared: Sequence[Comparison],
+    batch: Batch,
+    members: Sequence[int],
+    logprobs: Reals,
+    selection: Selection,
+    norms: Sequence[float],
+) -> bool:
+    """Refuse the groups of a step that differ from what they are held against; return whether there is one."""
+    fit, num_refused = _members_without(batch, members, selection.refused), len(selection.refused)
+    for each in compared:
+        for key, reason in each.why_refused(fit, logprobs, has_moved=bool(norms)).items():
+            selection.refuse(key, reason)
+    return len(selection.refused) > num_refused
 
 
 def not_finite(batch: Batch) -> dict[GroupKey, str]:

@@ -35,7 +35,7 @@ from trainer.features.estimates import Estimates
 from turnwise.default_models import trail
 from turnwise.features import estimates
 from turnwise.features.arms import Arm
-from turnwise.statistics.off_policy import Change, Surprise, change, surprise_of
+from turnwise.features.statistics.off_policy import Change, Surprise, change, surprise_of
 from turnwise.store import serving, versions
 from turnwise.store.experiences import Shape, stream
 from turnwise.store.schema import sessions

@@ -13,9 +13,9 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
+from turnwise.features.statistics import intervals
+from turnwise.features.statistics.confidence import Looks
 from turnwise.rollouts.results import RunResult
-from turnwise.statistics import intervals
-from turnwise.statistics.confidence import Looks
 from turnwise.types import PolicyKind
 
 

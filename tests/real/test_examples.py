@@ -7,7 +7,7 @@ from support.running_trainer import play_group, running_trainer
 from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.client import Client
-from turnwise.commands.examples import _ask as ask
+from turnwise.commands.features.examples import _ask as ask
 from turnwise.processes.stack import command
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

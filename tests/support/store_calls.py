@@ -38,6 +38,7 @@ from turnwise.features import (
 )
 from turnwise.features.advantages import with_advantages
 from turnwise.features.consent import ConsentMark, ConsentOf
+from turnwise.features.earned import earned_by_version
 from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.features.images import IMAGES, pack_images
 from turnwise.features.imported import imported_groups
@@ -71,7 +72,6 @@ from turnwise.store import (
     updates,
     versions,
 )
-from turnwise.store.earned import earned_by_version
 from turnwise.store.policies import names_of_policies
 from turnwise.store.selection import SessionFilter
 from turnwise.store.trainer_reports import TrainerStatus

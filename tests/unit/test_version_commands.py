@@ -14,9 +14,9 @@ from support.ledger_samples import make_turn
 from support.migrated import migrated, writing
 from support.tiny_checkpoints import write_adapter
 
-from turnwise.features import policies
+from turnwise.features import earned, policies
 from turnwise.features.estimates import ESTIMATE, Logged, estimate
-from turnwise.store import earned, rewards, serving, sessions, versions
+from turnwise.store import rewards, serving, sessions, versions
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyKind, PolicyVersion, Reward, Session
 

@@ -17,9 +17,10 @@ from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
 from turnwise.store.updates import Advantages
-from turnwise.types import Json, PolicyVersion, SessionKey
+from turnwise.types import GroupKey, Json, PolicyVersion, SessionKey
 
 if TYPE_CHECKING:
+    from trainer.batch.batch import Batch, Reals
     from trainer.batch.selection import Selection
     from trainer.claims.ledger import Ledger, RunProgress
 
@@ -40,6 +41,21 @@ def own(parts: Sequence[Any], method: Callable[..., Any]) -> list[Any]:
     """Return the parts' own versions of a method of their base class, in their order."""
     name = method.__name__
     return [getattr(each, name) for each in parts if getattr(type(each), name) is not method]
+
+
+class Comparison:
+    """What the optimizer steps of one batch are held against; every process calls it in step."""
+
+    def why_refused(self, members: Sequence[int], logprobs: Reals, *, has_moved: bool) -> Mapping[GroupKey, str]:
+        """Take a step's members with the batch's logprobs, [M]; return the groups that it must not train, and why.
+
+        It is called before the step is taken; `has_moved` says that the batch had an earlier one.
+        """
+        raise NotImplementedError
+
+    def gauges(self, refused: Collection[GroupKey]) -> Json:
+        """Return gauges of the batch, whose groups are trained but for these."""
+        raise NotImplementedError
 
 
 class Hold(Generic[Given]):
@@ -107,6 +123,10 @@ class Beside(Generic[Given]):
     def selected(self, selection: Selection, at: RunProgress) -> Json:  # noqa: ARG002
         """Take what is selected of a batch, which it may add to; return gauges."""
         return {}
+
+    def comparison(self, batch: Batch) -> Comparison:
+        """Return what the steps of a batch are held against."""
+        raise NotImplementedError
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Return what stands around the computation of a batch."""

@@ -8,6 +8,7 @@ from trainer.features.estimates import Estimates, EstimateSettings, KeptSessions
 from trainer.features.evaluation import Evaluation, EvaluationSettings
 from trainer.features.examples.gate import ExampleGate, ExampleSettings
 from trainer.features.experts import Experts, ExpertSettings
+from trainer.features.gap import GapCheck, GapSettings
 from trainer.features.gate import Gate, GateSettings
 from trainer.features.images import Images
 from trainer.features.imported import Imported
@@ -27,7 +28,7 @@ from trainer.train import Features
 FEATURES = Features(
     terms=(Supports, Images, Experts),
     holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions, Lineage),
-    beside=(Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
+    beside=(GapCheck, Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
     checks=(check_packages,),
@@ -45,6 +46,7 @@ class Settings(
     SleepSettings,
     EvaluationSettings,
     RecorderSettings,
+    GapSettings,
     GateSettings,
     ExampleSettings,
     EstimateSettings,

@@ -23,8 +23,8 @@ from trainer.batch.selection import TOO_LONG, UNKNOWN_SUPPORT, Unfit, why_untrai
 from trainer.claims.holds import Beside, Hold
 from turnwise.features import estimates
 from turnwise.features.estimates import ESTIMATE, KEPT_FROM, Logged
+from turnwise.features.statistics.off_policy import MIN_SESSIONS, Surprise, surprise_of, why_too_few
 from turnwise.settings import Settings
-from turnwise.statistics.off_policy import MIN_SESSIONS, Surprise, surprise_of, why_too_few
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState

@@ -20,10 +20,10 @@ from trainer.claims.holds import Beside, OfFirst
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent
 from turnwise.errors import NotFound, StoreUnavailable
+from turnwise.features.statistics import intervals
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import Settings, child_environment, variable_name
-from turnwise.statistics import intervals
 from turnwise.store import experiences, keys, serving, sessions, versions
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (

@@ -22,9 +22,9 @@ from trainer.batch.chain import Chain
 from trainer.batch.selection import Unfit
 from trainer.claims.holds import Beside
 from turnwise.features import gate
+from turnwise.features.statistics import intervals
+from turnwise.features.statistics.confidence import Looks
 from turnwise.settings import Settings
-from turnwise.statistics import intervals
-from turnwise.statistics.confidence import Looks
 from turnwise.types import Json, SessionKey
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from trainer.batch.batch import Batch, Reals, Row
 from trainer.batch.forest import side_by_side
 from trainer.batch.ratios import Gauges
 from trainer.batch.selection import TOO_LONG, Unfit
-from trainer.checks.gap import Verdicts
+from trainer.features.gap import Verdicts
 from trainer.model.agent import PolicyAgent
 from trainer.model.inputs import RowInputs
 from trainer.model.loading import base_of

@@ -24,9 +24,9 @@ from trainer.claims.ledger import Ledger, RunProgress
 from trainer.features import summaries
 from turnwise.features import sentinels
 from turnwise.features.arms import holdout_of
+from turnwise.features.statistics import intervals
+from turnwise.features.statistics.confidence import AnyTime
 from turnwise.settings import FromJson, Settings
-from turnwise.statistics import intervals
-from turnwise.statistics.confidence import AnyTime
 from turnwise.store import claims, serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange

@@ -16,8 +16,8 @@ import click
 
 from turnwise.commands.certify import certify
 from turnwise.commands.db import db
-from turnwise.commands.examples import examples, gate, pin, unpin
 from turnwise.commands.export import export
+from turnwise.commands.features import COMMANDS
 from turnwise.commands.imports import imports
 from turnwise.commands.init import init
 from turnwise.commands.keys import keys
@@ -97,11 +97,10 @@ def main() -> None:
 for _command in (
     *(up, proxy, train, engine, fake_engine, run, reward, recipe),
     *(init, doctor, db, keys, sessions, prune, forget, policies, updates, export, imports, verify, certify),
-    *(examples, gate),
 ):
     main.add_command(_command)
-for _command in (pin, unpin):
-    sessions.add_command(_command)
+for _group, _command in COMMANDS:
+    {None: main, "sessions": sessions, "policies": policies}[_group].add_command(_command)
 
 
 if __name__ == "__main__":

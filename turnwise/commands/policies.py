@@ -65,9 +65,9 @@ def policies(context: click.Context, limit: int, place: DataPlace, *, as_json: b
             found = [_with_lift(_with_rewards(each, each["earned"])) for each in newest]
             print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
             return
+    from turnwise.features.earned import earned_by_version
     from turnwise.store import policies as stored_policies
     from turnwise.store import serving, versions
-    from turnwise.store.earned import earned_by_version
 
     with place.store() as store, store.read() as conn:
         named = {policy.policy_id: policy for policy in stored_policies.list_policies(conn)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.lineage import followed, print_deletion, then_option
+from turnwise.commands.features.lineage import followed, print_deletion, then_option
 from turnwise.commands.output import confirm, print_stored
 from turnwise.commands.place import (
     DataPlace,

@@ -18,8 +18,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.features.earned import Compared, compared
 from turnwise.store import serving
-from turnwise.store.earned import Compared, compared
 from turnwise.store.extensions import Extension
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import policy_versions, sessions

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
+from turnwise.features.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store import groups
 from turnwise.store.conversations import newest_generation
-from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.extensions import Extension, KeyName
 from turnwise.store.rows import RowFormat, StoredRow
 from turnwise.store.schema import columns_of, metadata, sessions, turns

@@ -17,9 +17,10 @@ import sqlalchemy as sa
 
 from turnwise import parts
 from turnwise.errors import StoreError
+from turnwise.features.copies import session_copies
 from turnwise.store import schema
 from turnwise.store.database import Database
-from turnwise.store.schema import metadata, policies, policy_versions, session_copies, sessions, turns
+from turnwise.store.schema import metadata, policies, policy_versions, sessions, turns
 from turnwise.store.statements import insert_new_rows, sequence_of
 from turnwise.types import DEFAULT_POLICY
 

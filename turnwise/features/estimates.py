@@ -17,9 +17,9 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES, Experience
-from turnwise.statistics import off_policy
-from turnwise.statistics.confidence import Looks
-from turnwise.statistics.off_policy import MIN_EFFECTIVE, MIN_SESSIONS, change
+from turnwise.features.statistics import off_policy
+from turnwise.features.statistics.confidence import Looks
+from turnwise.features.statistics.off_policy import MIN_EFFECTIVE, MIN_SESSIONS, change
 from turnwise.store import extensions
 from turnwise.store.experiences import MAY_BE_TRAINED, Shape, stream
 from turnwise.store.groups import GroupChange, drop

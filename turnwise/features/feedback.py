@@ -23,12 +23,13 @@ from turnwise import chains
 from turnwise.chains import Experience
 from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
 from turnwise.features import forks, retention
+from turnwise.features.copies import session_copies
 from turnwise.parts import Part, prompt_parts
 from turnwise.store import rewards, rows
 from turnwise.store.extensions import Extension
 from turnwise.store.rewards import add_rewards, claim_key
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import columns_of, groups, metadata, session_copies, sessions
+from turnwise.store.schema import columns_of, groups, metadata, sessions
 from turnwise.store.selection import SessionFilter, lock_sessions, session_row, sessions_of_turns
 from turnwise.store.sessions import create_sessions, end_session
 from turnwise.store.statements import insert_rows, is_among

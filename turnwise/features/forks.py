@@ -18,8 +18,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
+from turnwise.features.copies import session_copies
 from turnwise.store import extensions
-from turnwise.store.schema import session_copies, turns
+from turnwise.store.schema import turns
 from turnwise.store.selection import lock_sessions, sessions_of_turns
 from turnwise.store.sessions import create_session, read_session
 from turnwise.store.statements import insert_rows

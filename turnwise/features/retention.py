@@ -15,10 +15,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from turnwise.features.copies import SESSIONS_AT_ONCE, deepest_copies, session_copies
 from turnwise.features.lineage.shaped import ShapedPolicy, keep_links, served_versions, trained_on
 from turnwise.features.policies import bases_since, delete_policies
 from turnwise.store import extensions
-from turnwise.store.copies import SESSIONS_AT_ONCE, deepest_copies
 from turnwise.store.database import Database
 from turnwise.store.groups import leave
 from turnwise.store.rows import StoredRow, to_micros
@@ -30,7 +30,6 @@ from turnwise.store.schema import (
     idempotency,
     policy_versions,
     rewards,
-    session_copies,
     sessions,
     trained_sessions,
     turns,

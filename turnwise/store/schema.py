@@ -119,23 +119,6 @@ sessions = sa.Table(
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
 
-session_copies = sa.Table(
-    "session_copies",
-    metadata,
-    sa.Column(
-        "session_pk",
-        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    ),
-    sa.Column("source_id", sa.Text, primary_key=True),
-    sa.Column("tenant", sa.Text, nullable=False),
-    sa.Column("made_by", sa.Text, nullable=False),
-    index("ix_session_copies_source", "tenant", "source_id"),
-)
-"""The sessions that hold copies of turns of others: `made_by` is `feedback` for those of demonstrations, and `forked`.
-The source is named by its id."""
-
 turns = sa.Table(
     "turns",
     metadata,

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from proxy.features.arms.settings import ArmSettings
 from turnwise.features import arms
-from turnwise.statistics import intervals
-from turnwise.statistics.confidence import MIN_NUM, AnyTime
+from turnwise.features.statistics import intervals
+from turnwise.features.statistics.confidence import MIN_NUM, AnyTime
 from turnwise.types import Json
 
 BROKEN_RISE = 0.1

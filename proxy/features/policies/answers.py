@@ -6,8 +6,8 @@ from pydantic import Field
 
 from proxy.routes.models import answer_model, columns, create, field, model_of, page_model
 from turnwise.features import policies
+from turnwise.features.earned import Earned
 from turnwise.store import updates
-from turnwise.store.earned import Earned
 from turnwise.types import Policy, PolicyVersion
 
 PolicyAnswer = answer_model(

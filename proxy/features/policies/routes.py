@@ -41,9 +41,9 @@ from proxy.routes.declared import Routes
 from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, Forbidden, NotFound
 from turnwise.features import policies as named_policies
+from turnwise.features.earned import earned_by_version
 from turnwise.store import policies, serving, statements, updates, versions
 from turnwise.store.database import Connection
-from turnwise.store.earned import earned_by_version
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyVersion
 from turnwise.version_directory import exist_on_disk, sizes_on_disk
 

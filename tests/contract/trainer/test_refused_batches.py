@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from support.tiny_models import EXPERTS, VOCABULARY, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for, store_imported, train
 
-from trainer.checks.gap import Verdicts
 from trainer.claims.claims import Claims
+from trainer.features.gap import Verdicts
 from trainer.features.memory import OUT_OF_MEMORY, check_fitting
 from turnwise.errors import SettingsError
 from turnwise.features import consent, retention

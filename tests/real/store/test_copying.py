@@ -12,10 +12,11 @@ from support.migrated import new_database
 
 from turnwise.errors import StoreError
 from turnwise.features import copying, policies
+from turnwise.features.copies import session_copies
 from turnwise.features.page import overview
 from turnwise.store import keys, turns, versions
 from turnwise.store.database import Database
-from turnwise.store.schema import session_copies, sessions
+from turnwise.store.schema import sessions
 from turnwise.types import PolicyVersion
 
 

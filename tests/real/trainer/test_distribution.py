@@ -22,8 +22,8 @@ from support.proxies import RunningProxy, StartProxy
 from trainer.batch.batch import build, with_ratio
 from trainer.batch.chain import Chain
 from trainer.batch.selection import why_untrainable
-from trainer.checks.gap import BatchGap
 from trainer.features import FEATURES, Settings
+from trainer.features.gap import BatchGap
 from trainer.features.supports.turns import Vocabulary
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy

@@ -16,8 +16,8 @@ from support.trainer_ledger import Rollouts, settings_for, train
 from torch.nn import functional
 
 from trainer.batch.batch import build
-from trainer.checks import gap as gap_check
 from trainer.features import FEATURES, Settings
+from trainer.features import gap as gap_check
 from trainer.features.experts import Experts
 from trainer.features.memory import checkpoint_layers
 from trainer.model.agent import PolicyAgent

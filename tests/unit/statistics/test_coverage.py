@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from turnwise.statistics import intervals
-from turnwise.statistics.confidence import AnyTime, Confidence, Looks, spent, student
-from turnwise.statistics.intervals import Interval
-from turnwise.statistics.off_policy import Change, change, surprise_of
+from turnwise.features.statistics import intervals
+from turnwise.features.statistics.confidence import AnyTime, Confidence, Looks, spent, student
+from turnwise.features.statistics.intervals import Interval
+from turnwise.features.statistics.off_policy import Change, change, surprise_of
 
 ALPHA = 0.1
 UNIT = (0.0, 1.0)

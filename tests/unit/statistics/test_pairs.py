@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from turnwise.statistics.intervals import sign_test
-from turnwise.statistics.pairs import Right, losses_test
+from turnwise.features.statistics.intervals import sign_test
+from turnwise.features.statistics.pairs import Right, losses_test
 
 
 def test_five_right_answers_that_become_five_wrong_ones_come_by_chance_once_in_252():

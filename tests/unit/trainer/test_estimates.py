@@ -23,7 +23,7 @@ from turnwise.features.estimates import (
     nothing,
 )
 from turnwise.features.labels import Label, set_label
-from turnwise.statistics.off_policy import Surprise
+from turnwise.features.statistics.off_policy import Surprise
 from turnwise.store import rows, schema
 from turnwise.store.turns import append_turns
 from turnwise.store.updates import record_trained

@@ -14,7 +14,7 @@ from trainer.features.examples.gate import Compared, judge
 from trainer.features.examples.playing import Answering, Asked, Player, of_model
 from trainer.features.supports.turns import Vocabulary
 from turnwise.features.examples import Example
-from turnwise.statistics.pairs import Right
+from turnwise.features.statistics.pairs import Right
 
 PROMPT = np.array([5, 9, 14, 3], np.int32)
 NUM_DRAWN = 4000

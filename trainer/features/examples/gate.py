@@ -29,9 +29,9 @@ from trainer.world import World
 from turnwise.errors import GraderFailed, StoreUnavailable
 from turnwise.features import examples
 from turnwise.features.examples import Example
+from turnwise.features.statistics.confidence import ALPHA, spent
+from turnwise.features.statistics.pairs import Right, losses_test
 from turnwise.settings import FromJson, Settings
-from turnwise.statistics.confidence import ALPHA, spent
-from turnwise.statistics.pairs import Right, losses_test
 from turnwise.store import serving
 from turnwise.store.database import Connection
 from turnwise.types import Json

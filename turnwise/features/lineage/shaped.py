@@ -14,11 +14,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.features import policies, rewinds
+from turnwise.features.copies import session_copies
 from turnwise.features.lineage.versions import descendants, parents, version_sessions
 from turnwise.store import rows, serving, versions
 from turnwise.store.database import Database
 from turnwise.store.policies import find_policy, list_policies
-from turnwise.store.schema import policy_versions, session_copies, sessions, trained_sessions
+from turnwise.store.schema import policy_versions, sessions, trained_sessions
 from turnwise.store.statements import insert_new_rows, is_among
 from turnwise.types import DEFAULT_POLICY, PolicyStatus, PolicyVersion, SessionKey
 from turnwise.version_directory import on_disk

@@ -19,11 +19,12 @@ from typing import Any, Literal
 import sqlalchemy as sa
 
 from turnwise.features import policies
+from turnwise.features.copies import session_copies
 from turnwise.store import keys, rows, versions
 from turnwise.store.extensions import Extension
 from turnwise.store.policies import get_policy
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import index, metadata, session_copies, sessions, trained_sessions, updates
+from turnwise.store.schema import index, metadata, sessions, trained_sessions, updates
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import policy_versions as versions_table
 from turnwise.store.schema import secrets as secrets_table

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.statistics.confidence import AnyTime, Confidence, Looks
+from turnwise.features.statistics.confidence import AnyTime, Confidence, Looks
 
 Values = Sequence[float] | npt.NDArray[np.float64]
 Bounds = tuple[float, float]

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.statistics.confidence import Confidence
-from turnwise.statistics.intervals import Bounds, Interval, Values
+from turnwise.features.statistics.confidence import Confidence
+from turnwise.features.statistics.intervals import Bounds, Interval, Values
 
 Reals: TypeAlias = npt.NDArray[np.float64]
 

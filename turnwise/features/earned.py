@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.statistics import intervals
+from turnwise.features.statistics import intervals
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import DELETED, policy_versions, sessions, turns

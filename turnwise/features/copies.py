@@ -7,11 +7,27 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import session_copies, sessions
+from turnwise.store.schema import index, metadata, sessions
 from turnwise.store.statements import is_among
 from turnwise.types import FORKED
 
 SESSIONS_AT_ONCE = 100
+session_copies = sa.Table(
+    "session_copies",
+    metadata,
+    sa.Column(
+        "session_pk",
+        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    sa.Column("source_id", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("made_by", sa.Text, nullable=False),
+    index("ix_session_copies_source", "tenant", "source_id"),
+)
+"""The sessions that hold copies of turns of others: `made_by` is `feedback` for those of demonstrations, and `forked`.
+The source is named by its id."""
 
 
 def _copies_of(

@@ -11,18 +11,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from trainer.batch.batch import Batch, Reals, with_ratio
 from trainer.batch.ratios import finite
 from trainer.batch.selection import Unfit
+from trainer.claims.holds import Beside, Comparison, OfFirst
+from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
 from trainer.publish.checkpoint import Checkpoints, copied
-from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, EngineDisagrees
+from turnwise.settings import Settings
 from turnwise.types import GroupKey, Json
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,14 @@ SAMPLE_EVERY = 10
 NUM_VERDICTS = 10
 """Groups that are looked at before nearly all of them may be found at fault, which stops the training."""
 NEARLY_ALL = 0.9
+
+
+class GapSettings(Settings):
+    """What stops a group, or the training."""
+
+    max_logprob_gap: float = Field(default=0.1, gt=0)
+    """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
+    sampled them. If nearly all groups are over it, the training stops."""
 
 
 class Verdicts:
@@ -104,15 +115,17 @@ class BatchGap:
         }
 
 
-class GapCheck:
-    """Compares every batch; every process calls it in step."""
+class GapCheck(Beside[GapSettings]):
+    """Compares every batch."""
 
-    def __init__(self, learner: PolicyAgent, checkpoints: Checkpoints, settings: TrainerSettings) -> None:
-        self._learner = learner
-        self._checkpoints = checkpoints
-        self._settings = settings
+    def __init__(self, ledger: Ledger, learner: PolicyAgent, first: OfFirst) -> None:
+        super().__init__(ledger, learner, first)
+        self._checkpoints = Checkpoints(ledger.settings.policies_dir, keep=ledger.settings.keep_versions)
         self._num_without_own = 0
         self._verdicts = Verdicts()
+
+    def comparison(self, batch: Batch) -> Comparison:
+        return OfBatch(self, BatchGap(batch))
 
     def observe(
         self, found: BatchGap, members: Sequence[int], logprobs: Reals, *, has_moved: bool
@@ -159,7 +172,7 @@ class GapCheck:
         if gap is not None and not gap <= limit:
             return _reason(key, gap, f"over max_logprob_gap={limit:g}")
         # A loss without ratios may train on tokens of any age.
-        gap = found.mean(members, is_own=False) if self._settings.algorithm.needs_behaviour else None
+        gap = found.mean(members, is_own=False) if self._learner.algorithm.needs_behaviour else None
         if gap is not None and not gap <= moved_limit:
             return _reason(key, gap, f"over {moved_limit:g} under the present weights")
         return None
@@ -216,6 +229,20 @@ class GapCheck:
             yield
         finally:
             policy.load_shards(present)
+
+
+class OfBatch(Comparison):
+    """The comparison of one batch."""
+
+    def __init__(self, check: GapCheck, found: BatchGap) -> None:
+        self._check = check
+        self._found = found
+
+    def why_refused(self, members: Sequence[int], logprobs: Reals, *, has_moved: bool) -> Mapping[GroupKey, str]:
+        return self._check.observe(self._found, members, logprobs, has_moved=has_moved)
+
+    def gauges(self, refused: Collection[GroupKey]) -> Json:
+        return self._found.read(refused)
 
 
 def _by_group(batch: Batch, members: Sequence[int]) -> dict[GroupKey, list[int]]:

@@ -38,7 +38,7 @@ class Looks:
         """What a single look spends."""
         return self.alpha / self.num
 
-    def margin(self, error: float, num: int, freedom: float) -> float:  # noqa: ARG002
+    def margin(self, error: float, num: int, freedom: float) -> float:
         return error * student(self.of_one, freedom)
 
 
@@ -54,7 +54,7 @@ class AnyTime:
     alpha: float = ALPHA
     narrowest_at: int = NARROWEST_AT
 
-    def margin(self, error: float, num: int, freedom: float) -> float:  # noqa: ARG002
+    def margin(self, error: float, num: int, freedom: float) -> float:
         log_alpha = -2 * math.log(self.alpha)
         n_rho_2 = num * (log_alpha + math.log(log_alpha) + 1) / self.narrowest_at
         return error * math.sqrt(2 * (n_rho_2 + 1) / n_rho_2 * math.log(math.sqrt(n_rho_2 + 1) / self.alpha))

@@ -17,7 +17,7 @@ from trainer.world import World
 from turnwise.errors import SettingsError
 from turnwise.features import examples, policies
 from turnwise.features.examples import Example
-from turnwise.statistics.pairs import Right
+from turnwise.features.statistics.pairs import Right
 from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.store.policies import find_policy

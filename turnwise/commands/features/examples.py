@@ -234,7 +234,7 @@ def gate(version: str, against: int, answers: int | None, tenant: str, database:
     The first is POLICY@VERSION, or the served one of POLICY. Both are computed here, from their files.
     """
     from trainer.features.examples.checks import ExampleRules
-    from turnwise.commands.examples_gate import play
+    from turnwise.commands.features.examples_gate import play
 
     settings = load_settings(settings_model("trainer"), config=None, section="trainer", overrides={})
     rules = {**vars(settings)["examples"], **({} if answers is None else {"answers": answers})}

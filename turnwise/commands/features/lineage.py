@@ -13,7 +13,6 @@ import click
 from turnwise.client import Client, wire
 from turnwise.commands.output import print_records
 from turnwise.commands.place import DataPlace, json_option, refuse_tenant, takes_place
-from turnwise.commands.policies import policies
 from turnwise.errors import SettingsError
 from turnwise.types import Json, values_of
 from turnwise.version_directory import file_digest, read_json
@@ -43,7 +42,7 @@ class _Client(Client):
         return {**found, "sessions": found["data"]}
 
 
-@policies.command("lineage")
+@click.command("lineage")
 @click.argument("policy", metavar="POLICY[@VERSION]")
 @click.option("--tenant", help="Whose policy, and only this tenant's sessions [default: the sessions of all].")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Sessions to name.")
