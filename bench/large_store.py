@@ -105,7 +105,7 @@ PAGES = {
     "claimable groups": Page(claims.num_claimable),
     "idle sessions to expire": Page(lambda c: expire_idle_sessions(c, START - HOUR)),
     "idle sessions with a reward to end": Page(lambda c: end_rewarded_sessions(c, START - HOUR)),
-    "open sessions with a reward": Page(claims.num_open_with_reward),
+    "open sessions with a reward": Page(groups.num_open_with_reward),
     "stalled groups to train": Page(lambda c: groups.stalled(utc_now() - HOUR).is_due(c)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
     "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR)),

@@ -24,7 +24,8 @@ from trainer.claims.claims import Claims
 from trainer.claims.holds import Beside, Detour, Hold, own
 from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
-from trainer.model.model import Whole
+from trainer.model.heads import Head
+from trainer.model.model import Policy, Whole
 from trainer.model.terms import Term
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
@@ -47,6 +48,8 @@ class Features:
     """What stands beside the core, in the order in which it is asked; by default nothing."""
 
     terms: tuple[type[Term], ...] = ()
+    heads: Callable[[Policy], list[Head]] = lambda _: []
+    """Makes what an algorithm trains beside a policy."""
     holds: tuple[type[Hold[Any]], ...] = ()
     beside: tuple[type[Beside[Any]], ...] = ()
     claims: tuple[type[Claims], ...] = ()

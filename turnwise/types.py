@@ -14,8 +14,6 @@ import hashlib
 import json
 import math
 import operator
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -49,20 +47,6 @@ DEFAULT_POLICY = 0
 DEFAULT_POLICY_NAME = "default"
 LOCAL_KEY_NAME = "turnwise up"
 """Name of the key that `turnwise up` makes, beside which callers without a key may call the model and nothing more."""
-
-
-IMAGE_URL = "image:"
-"""Begin of the URL of a stored image, before the SHA-256 of its file in hexadecimal."""
-STORED_IMAGE = re.compile(IMAGE_URL + r"([0-9a-f]{64})")
-
-
-def image_digests(messages: Iterable[Json]) -> list[str]:
-    """Return the digests of the stored images that messages show, in order."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    images = (part.get("image_url") for part in parts if part.get("type") == "image_url")
-    found = (STORED_IMAGE.fullmatch(str(image.get("url"))) for image in images if isinstance(image, dict))
-    return [match[1] for match in found if match is not None]
 
 
 def value_of_json(text: str | bytes) -> Any:
@@ -170,8 +154,6 @@ class Role(enum.StrEnum):
 
 FORKED = "forked"
 """Reason of an untrainable turn that is a copy of another session's turn."""
-NOT_RECORDED = "not_recorded"
-"""Reason of an untrainable turn of a session with `record` false: it has neither texts nor tokens."""
 MAX_REWARD = 1e6
 """Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT, Role.SUMMARY})

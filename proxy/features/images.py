@@ -31,8 +31,9 @@ from proxy.sessions.place import CallMedia, CallPlace
 from turnwise.engine_plugin.images import FIELD, RERENDERED
 from turnwise.errors import InvalidRequest, TooLarge
 from turnwise.features.images import IMAGES, Media, pack_images
+from turnwise.image_urls import IMAGE_URL, image_digests
 from turnwise.settings import Settings
-from turnwise.types import IMAGE_URL, Json, TokenIds, image_digests
+from turnwise.types import Json, TokenIds
 
 if TYPE_CHECKING:
     from proxy.services import Services

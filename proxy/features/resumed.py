@@ -9,9 +9,11 @@ from proxy.calls.steps import CallStep
 from proxy.dialects.translated import Translated, TranslatedCall
 from proxy.sessions.identities import EXPLICIT_SOURCES, next_id, next_prefix
 from turnwise.errors import InvalidRequest, NotFound
+from turnwise.features import resumed
+from turnwise.features.consent import NOT_RECORDED
 from turnwise.features.images import read_media
+from turnwise.image_urls import image_digests
 from turnwise.store import conversations
-from turnwise.types import NOT_RECORDED, image_digests
 
 if TYPE_CHECKING:
     from proxy.auth import Principal
@@ -81,5 +83,5 @@ def _newest_turn(connection: Connection, tenant: str, session_id: str, conversat
     """
     newest = conversations.newest_generation(connection, tenant, next_prefix(session_id))
     names = (next_id(session_id, number) for number in range(newest, 0, -1))
-    found = (conversations.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
+    found = (resumed.newest_in_conversation(connection, tenant, name, conversation_id) for name in names)
     return next(filter(None, found), None)

@@ -210,7 +210,7 @@ class Claims(Ledger):
             oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if self.is_paced else None,
         )
         if supply.num_filled(self.settings) < smallest_batch(self.settings):
-            supply = dataclasses.replace(supply, num_open=claims.num_open_with_reward(conn, of))
+            supply = dataclasses.replace(supply, num_open=groups.num_open_with_reward(conn, of))
             return self._asked(conn, state, supply, at, [hold for hold in self.holds if not hold.needs_batch])
         return supply
 

@@ -30,7 +30,6 @@ from turnwise.store import (
     claims,
     database,
     experiences,
-    policies,
     rows,
     serving,
     trainer_reports,
@@ -332,17 +331,9 @@ class Ledger:
         return self.read(versions.highest_version) or 0
 
     def versions_in_use(self) -> set[int]:
-        """Return the active version, the one on trial, the hold-out, the pinned and the newest good one.
-
-        And those that named policies started from: they serve them until they have versions of their own.
-        """
-
-        def read(conn: Connection) -> set[int | None]:
-            state = serving.serving_state(conn, self.policy_id)
-            wanted = {one.version for one in (state.pinned, state.newest) if one is not None}
-            return state.in_use | wanted | {policy.base_version for policy in policies.list_policies(conn)}
-
-        return {version for version in self.read(read) if version is not None}
+        """Return the active version, the one on trial, the hold-out, the pinned and the newest good one."""
+        state = self.read(lambda conn: serving.serving_state(conn, self.policy_id))
+        return state.in_use | {one.version for one in (state.pinned, state.newest) if one is not None}
 
     def last_update(self) -> UpdateRecord | None:
         return self.read(lambda conn: updates.last_update(conn, policy_id=self.policy_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.features.consent import Consent
+from trainer.features.critic import critics_of
 from trainer.features.devices import DevicesSettings, place_of
 from trainer.features.estimates import Estimates, EstimateSettings, KeptSessions
 from trainer.features.evaluation import Evaluation, EvaluationSettings
@@ -14,7 +15,7 @@ from trainer.features.images import Images
 from trainer.features.imported import Imported
 from trainer.features.lineage import Lineage
 from trainer.features.memory import MemorySettings, SavingAgent
-from trainer.features.policies import Quotas, QuotaSettings
+from trainer.features.policies import Bases, Quotas, QuotaSettings
 from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
 from trainer.features.replay import ReplayClaims, ReplaySettings
 from trainer.features.rewinds import Refusals, Rewinds, RewindSettings
@@ -27,8 +28,9 @@ from trainer.train import Features
 
 FEATURES = Features(
     terms=(Supports, Images, Experts),
+    heads=critics_of,
     holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions, Lineage),
-    beside=(GapCheck, Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
+    beside=(GapCheck, Bases, Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
     checks=(check_packages,),

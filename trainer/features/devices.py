@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.model.critic import NO_SHARDED_CRITIC
+from trainer.features.critic import NO_SHARDED_CRITIC
 from trainer.model.loading import (
     PACKED,
     WHOLE_MODEL,

@@ -27,7 +27,6 @@ from trainer.claims.claims import Claims
 from trainer.claims.holds import Beside, Hold
 from trainer.claims.ledger import RunProgress, TrainerProcess
 from trainer.model.agent import PolicyAgent
-from trainer.model.critic import Critic
 from trainer.model.heads import Head, Reference
 from trainer.model.model import Policy
 from trainer.model.optimizer import make_optimizer
@@ -85,9 +84,7 @@ def make_parts(
     if settings.algorithm.needs_reference:
         base = Policy(settings, features.terms) if settings.kind is PolicyKind.FULL else None
         heads.append(Reference(shared.model, base))
-    if settings.algorithm.needs_values:
-        heads.append(Critic(shared.model))
-    learner = features.agent(shared.model, settings, heads)
+    learner = features.agent(shared.model, settings, heads + features.heads(shared.model))
     return claims, learner, functools.partial(make_optimizer, settings=settings)
 
 
@@ -120,6 +117,14 @@ class QuotaSettings(Settings):
     tenant_policy_bytes: int | None = Field(default=None, ge=1)
     """Bytes that the versions and states of the named policies of one tenant may take on disk. Above it their training
     waits."""
+
+
+class Bases(Beside[TrainerSettings]):
+    """Keeps the versions that named policies started from: they serve them until they have versions of their own."""
+
+    def kept_versions(self) -> set[int]:
+        listed = self._ledger.read(policies.list_policies)
+        return {each.base_version for each in listed if each.base_version is not None}
 
 
 class Quotas(Hold[QuotaSettings]):

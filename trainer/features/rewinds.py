@@ -19,7 +19,6 @@ from trainer.versions.state import State
 from turnwise.errors import BadCheckpoint
 from turnwise.features import rewinds
 from turnwise.settings import Settings
-from turnwise.store import claims
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
@@ -97,7 +96,7 @@ class Rewinds(Hold[TrainerSettings]):
     def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:
         of, held = self._ledger.policy_id, self._ledger.held_groups
         undone = rewinds.undone(state)
-        return [claims.drop_sampled_by(conn, undone, of, held=held)] if undone else []
+        return [rewinds.drop_sampled_by(conn, undone, of, held=held)] if undone else []
 
     def why_failed(self, state: ServingState, came_from: Sequence[int]) -> str | None:
         undone = rewinds.undone(state)

@@ -22,12 +22,12 @@ from pydantic import Field
 from trainer.claims.holds import Hold
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.features import summaries
-from turnwise.features import sentinels
+from turnwise.features import rewinds, sentinels
 from turnwise.features.arms import holdout_of
 from turnwise.features.statistics import intervals
 from turnwise.features.statistics.confidence import AnyTime
 from turnwise.settings import FromJson, Settings
-from turnwise.store import claims, serving, versions
+from turnwise.store import serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
@@ -105,7 +105,7 @@ class Sentinels(Hold[SentinelSettings]):
 
     def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:
         alarmed, of = sentinels.alarmed_versions(conn, state.active), self._ledger.policy_id
-        return [claims.drop_sampled_by(conn, alarmed, of, held=self._ledger.held_groups)] if alarmed else []
+        return [rewinds.drop_sampled_by(conn, alarmed, of, held=self._ledger.held_groups)] if alarmed else []
 
     def watch(self) -> None:
         """Compare the sentinels, and store the alarm with the version where it changed."""

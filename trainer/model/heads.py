@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,6 +24,10 @@ class Head:
     start: Adapter | None = None
     """The adapter that the policy started from; None for the base model."""
 
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
     def shard(self, place: Whole) -> None:
         """Hold a model of its own in this way; before `load`."""
 
@@ -32,6 +36,16 @@ class Head:
 
     def parameters(self) -> list[nn.Parameter]:
         return []
+
+    def bind(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], learning_rate: float) -> None:
+        """Make the optimizer of its own weights, after `load`; the rate is that of the policy."""
+
+    def tensors(self) -> dict[str, Any]:
+        """Return what a resume needs of it; not copied."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, Any]) -> None:
+        """Load what `tensors` returned."""
 
     def of(self, inputs: RowInputs, output: Tensor) -> Tensor:
         """Return the column of a row; `output` has the policy's hidden states. [m]."""

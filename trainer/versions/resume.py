@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent, Schedule
-from trainer.model.critic import Critic
 from trainer.model.loading import load_adapter
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
@@ -97,21 +96,19 @@ class States:
         A new run starts from the base model or from an adapter, which is the reference of the whole run.
         """
         self._learner.load(seed, with_weights=with_weights)
-        if self.first is not None and (with_weights or self._learner.algorithm.needs_reference):
+        if self.first is not None and (with_weights or self._learner.heads):
             load_adapter(self._learner.policy.model, Path(self.first.path))
             for head in self._learner.heads:
                 head.start = None if self._learner.policy.adapter is None else self._learner.policy.adapter.copied()
         optimizer = self._new_optimizer(self._learner.policy.parameters())
-        critic = next((head for head in self._learner.heads if isinstance(head, Critic)), None)
-        if critic is not None:
-            rate = self._learner.algorithm.critic_rate or 10 * self._settings.learning_rate
-            critic.bind(self._new_optimizer(critic.parameters()), rate)
+        for head in self._learner.heads:
+            head.bind(self._new_optimizer, self._settings.learning_rate)
         return State(
             progress=RunProgress(seed=seed),
             policy=self._learner.policy,
             optimizer=optimizer,
             schedule=Schedule(optimizer, self._settings),
-            critic=critic,
+            heads=self._learner.heads,
             adapter=self._learner.policy.adapter,
         )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +31,7 @@ from trainer.batch.selection import Selection
 from trainer.claims.ledger import ClaimedBatch, Kept, Ledger, RunProgress
 from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent, Schedule
-from trainer.model.critic import Critic
+from trainer.model.heads import Head
 from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints, copied
 from trainer.settings import TrainerSettings
@@ -42,12 +42,10 @@ from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)
 
-TENSORS = ("model", "optimizer")
-"""The parts of a state that hold tensors, without those of a critic."""
 MOST_RECENT_VERSIONS = 64
 """How many versions `RunProgress.recent_versions` holds; nothing counts as more stale than this."""
 PROBE_TOKENS = 48
-OWN = frozenset({"progress", "metrics", "has_critic", "singles", "settings"})
+OWN = frozenset({"progress", "metrics", "heads", "singles", "settings"})
 """The values of a saved state that are not of `State.kept`."""
 
 
@@ -68,7 +66,7 @@ class State:
     """What claims keep for later batches."""
     singles: tuple[SingleValue, ...] = ()
     """Values of recent single sessions, oldest first: the baseline of the coming ones."""
-    critic: Critic | None = None
+    heads: Sequence[Head] = ()
     adapter: Adapter | None = None
     """The part of a model that this state trains, where other policies share the model; None for whole weights."""
 
@@ -86,8 +84,8 @@ class State:
         return self.progress.rng()
 
     def values(self) -> dict[str, Any]:
-        has_critic, progress = self.critic is not None, dataclasses.asdict(self.progress)
-        return {"progress": progress, "metrics": self.metrics, "has_critic": has_critic, **self.of_batches()}
+        heads, progress = [head.name for head in self._trained_heads()], dataclasses.asdict(self.progress)
+        return {"progress": progress, "metrics": self.metrics, "heads": heads, **self.of_batches()}
 
     def of_batches(self) -> Json:
         """Return what batches change also if they make no version."""
@@ -95,7 +93,7 @@ class State:
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors that a resume needs, of which this process holds all or its shards; not copied."""
-        own = {} if self.critic is None else self.critic.tensors()
+        own = {name: value for head in self._trained_heads() for name, value in head.tensors().items()}
         optimizer = get_optimizer_state_dict(self.policy.model, self.optimizer)
         return {"model": self.policy.shards(), "optimizer": optimizer, **own}
 
@@ -106,7 +104,7 @@ class State:
         """
         tensors = ("params", "param_names")
         settings = [{k: v for k, v in group.items() if k not in tensors} for group in self.optimizer.param_groups]
-        self._load_tensors(fill, has_critic=saved["has_critic"] and self.critic is not None)
+        self._load_tensors(fill, saved["heads"])
         for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(kept)
         versions = tuple(saved["progress"]["recent_versions"])
@@ -118,16 +116,24 @@ class State:
         kept = {name: value for name, value in saved.items() if name not in OWN}
         return dataclasses.replace(self, kept=kept, singles=tuple(SingleValue(*row) for row in saved["singles"]))
 
-    def _load_tensors(self, fill: Callable[[dict[str, Any]], None], *, has_critic: bool) -> None:
+    def _load_tensors(self, fill: Callable[[dict[str, Any]], None], saved_heads: Collection[str]) -> None:
         tensors = self.tensors()
-        if self.critic is not None and not has_critic:
-            log.warning("the checkpoint has no critic: a new one is trained")
-            tensors = {name: tensors[name] for name in TENSORS}
+        kept = []
+        for head in self._trained_heads():
+            if head.name in saved_heads:
+                kept.append(head)
+                continue
+            log.warning("the checkpoint has no %s: a new one is trained", head.name)
+            for name in head.tensors():
+                del tensors[name]
         fill(tensors)
         self.policy.load_shards(tensors["model"])
         set_optimizer_state_dict(self.policy.model, self.optimizer, tensors["optimizer"])
-        if self.critic is not None and has_critic:
-            self.critic.load_tensors(tensors)
+        for head in kept:
+            head.load_tensors(tensors)
+
+    def _trained_heads(self) -> list[Head]:
+        return [head for head in self.heads if head.optimizer is not None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

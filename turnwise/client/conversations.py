@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from turnwise.types import IMAGE_URL, Json, image_digests
+from turnwise.image_urls import IMAGE_URL, image_digests
+from turnwise.types import Json
 
 _IMAGE = re.compile(rf'"image_url": \{{"url": "{IMAGE_URL}([0-9a-f]{{64}})"\}}')
 """An image in the JSON of messages; a text cannot contain it with these quotes."""

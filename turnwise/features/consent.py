@@ -27,8 +27,10 @@ from turnwise.store.selection import LockedSession, SessionFilter, is_session, s
 from turnwise.store.statements import fetch_rows, insert_ignoring, is_among, read_page, unindexed
 from turnwise.store.trainer_reports import forget_in_states
 from turnwise.store.turns import TurnRow
-from turnwise.types import NOT_RECORDED, GroupStatus, Outcome, Session, SessionKey, utc_now
+from turnwise.types import GroupStatus, Outcome, Session, SessionKey, utc_now
 
+NOT_RECORDED = "not_recorded"
+"""Reason of an untrainable turn of a session with `record` false: it has neither texts nor tokens."""
 REDACTED = "redacted"
 """Reason of an untrainable turn that is stored without tokens, because its text or an ancestor's was redacted."""
 

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.features import labels
+from turnwise.image_urls import image_digests
 from turnwise.sampling import FORCED, GRAMMARS, NOT_REPLAYED, first_of, unreadable
 from turnwise.store import rows
 from turnwise.store.extensions import Extension
@@ -28,7 +29,7 @@ from turnwise.store.selection import session_row
 from turnwise.store.statements import insert_rows, read_page
 from turnwise.store.turns import TurnView, read_turn
 from turnwise.store.versions import known_version
-from turnwise.types import DEFAULT_POLICY, TRAINED_ROLES, Json, TokenIds, image_digests, utc_now
+from turnwise.types import DEFAULT_POLICY, TRAINED_ROLES, Json, TokenIds, utc_now
 
 MUST = "must"
 """The label of a session with a pinned example."""

@@ -17,11 +17,12 @@ import numpy as np
 import sqlalchemy as sa
 
 from turnwise.chains import Experience
+from turnwise.image_urls import IMAGE_URL, image_digests
 from turnwise.parts import Keys, Part
 from turnwise.store.extensions import Extension
 from turnwise.store.schema import ROWS_AT_ONCE, index, metadata, sessions
 from turnwise.store.statements import insert_new_rows, is_among
-from turnwise.types import IMAGE_URL, Json, Turn, image_digests
+from turnwise.types import Json, Turn
 
 if TYPE_CHECKING:
     from turnwise.store.rows import StoredRow

@@ -8,8 +8,10 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict
 from turnwise.store import serving, versions
-from turnwise.store.database import Database
-from turnwise.store.schema import policies, policy_versions
+from turnwise.store.claims import is_claimable
+from turnwise.store.database import Database, clock
+from turnwise.store.groups import GroupChange, drop
+from turnwise.store.schema import groups, policies, policy_versions
 from turnwise.types import DEFAULT_POLICY, PolicyStatus, PolicyVersion
 from turnwise.version_directory import exist_on_disk, on_disk
 
@@ -31,6 +33,17 @@ def undone(state: serving.ServingState) -> range:
     They stay undone until another version of the policy is chosen, also after a newer one was published.
     """
     return range(0) if state.choice is None else range(state.choice[0] + 1, state.choice[1] + 1)
+
+
+def drop_sampled_by(
+    conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY, *, held: Collection[int] = ()
+) -> GroupChange:
+    """Drop the groups of a policy that could be claimed and that these versions sampled; `held` as for `claim`."""
+    first = groups.c.policy_version_first
+    wanted = sa.and_(
+        is_claimable(conn.dialect, clock(conn), policy_id, held), first >= versions.start, first < versions.stop
+    )
+    return drop(wanted, "undone", "dropped %d groups of versions that were undone")
 
 
 def pin_policy(

@@ -22,10 +22,9 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
-from turnwise.store.groups import OPEN_WITH_REWARD, GroupChange, drop
+from turnwise.store.groups import drop
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import groups, sessions, turns, updates
-from turnwise.store.selection import has_policy
 from turnwise.store.statements import is_among, unindexed
 from turnwise.store.trainer_reports import keep_state
 from turnwise.store.updates import Advantages, record_trained
@@ -47,7 +46,6 @@ Target: TypeAlias = sa.Connection | Database
 """Where a claim is changed: in a transaction, or in one of its own."""
 IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
 """A row of a group that `ClaimedGroup.is_single` describes."""
-MOST_COUNTED = 10_000
 LONGEST_LEASE_SECONDS = 3600.0
 """Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
 
@@ -124,7 +122,7 @@ def claim(
     """
     with _writing(db) as conn:
         instant = clock(conn, now)
-        sampled = _is_claimable(conn.dialect, instant, policy_id, held)
+        sampled = is_claimable(conn.dialect, instant, policy_id, held)
         num_stale = 0 if min_policy_version is None else _drop_stale(conn, sampled, min_policy_version)
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
@@ -136,7 +134,7 @@ def claim(
                 IS_SINGLE.label("is_single"),
             )
             .where(
-                _is_claimable(conn.dialect, instant, policy_id, held, with_imported=with_imported),
+                is_claimable(conn.dialect, instant, policy_id, held, with_imported=with_imported),
                 sa.true() if tenant is None else groups.c.tenant == tenant,
             )
             .order_by(groups.c.ready_at, groups.c.group_pk)
@@ -162,17 +160,6 @@ def claim(
     return Claim(groups=claimed, num_stale=num_stale)
 
 
-def drop_sampled_by(
-    conn: sa.Connection, versions: range, policy_id: int = DEFAULT_POLICY, *, held: Collection[int] = ()
-) -> GroupChange:
-    """Drop the groups of a policy that could be claimed and that these versions sampled; `held` as for `claim`."""
-    first = groups.c.policy_version_first
-    wanted = sa.and_(
-        _is_claimable(conn.dialect, clock(conn), policy_id, held), first >= versions.start, first < versions.stop
-    )
-    return drop(wanted, "undone", "dropped %d groups of versions that were undone")
-
-
 def num_claimable(
     conn: sa.Connection,
     *,
@@ -184,23 +171,11 @@ def num_claimable(
 
     `held`, as for `claim`, are not counted.
     """
-    claimable = _is_claimable(conn.dialect, clock(conn), policy_id, held, with_imported=with_imported)
+    claimable = is_claimable(conn.dialect, clock(conn), policy_id, held, with_imported=with_imported)
     singles = sa.func.coalesce(sa.func.sum(sa.case((IS_SINGLE, 1), else_=0)), 0)
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
     return int(total) - int(num_singles), int(num_singles)
-
-
-def num_open_with_reward(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int:
-    """Count a policy's sessions that only have to end to be trained, up to `MOST_COUNTED`."""
-    waiting = sa.select(sessions.c.session_pk).where(
-        OPEN_WITH_REWARD,
-        sessions.c.group_pk.is_not(None),
-        has_policy(lambda column: column == policy_id),
-        sessions.c.train == 1,
-    )
-    counted = sa.select(sa.func.count()).select_from(waiting.limit(MOST_COUNTED).subquery())
-    return int(conn.execute(counted).scalar_one())
 
 
 def oldest_version_in_flight(
@@ -295,7 +270,7 @@ def ack(conn: sa.Connection, done: Finished) -> bool:
     return True
 
 
-def _is_claimable(
+def is_claimable(
     dialect: sa.Dialect, instant: int, policy_id: int, held: Collection[int], *, with_imported: bool = False
 ) -> sa.ColumnElement[bool]:
     until = groups.c.leased_until

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 
 import numpy as np
@@ -12,12 +11,11 @@ from turnwise.store import rows
 from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import is_session
 from turnwise.store.turns import path_to
-from turnwise.types import NOT_RECORDED, Outcome, TokenIds, Turn
+from turnwise.types import Outcome, TokenIds, Turn
 
 _ADDED_COLUMNS = [
     sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column for column in turns.c
 ]
-_WHOLE = [outcome.value for outcome in Outcome if outcome not in (Outcome.ABORTED, Outcome.ERROR)]
 
 
 def unknown_turns(
@@ -54,25 +52,6 @@ def newest_generation(conn: sa.Connection, tenant: str, prefix: str) -> int:
     is_stored = sa.exists().where(sessions.c.tenant == tenant, sessions.c.session_id == following)
     numbers = numbers.union_all(sa.select(numbers.c.number + 1).where(is_stored))
     return int(conn.execute(sa.select(sa.func.max(numbers.c.number))).scalar_one())
-
-
-def newest_in_conversation(conn: sa.Connection, tenant: str, session_id: str, conversation_id: str) -> str | None:
-    """Return a session's newest turn with a whole reply in a conversation of the Responses API; None if it has none.
-
-    The conversation is stored with the sampling parameters of its turns; a turn that is not recorded may be of it.
-    """
-    newest_first = conn.execute(
-        sa.select(turns.c.turn_id, turns.c.sampling, turns.c.reason)
-        .join_from(turns, sessions)
-        .where(*is_session(tenant, session_id), turns.c.outcome.in_(_WHOLE))
-        .order_by(turns.c.seq.desc())
-    )
-    of_it = (
-        row.turn_id
-        for row in newest_first
-        if row.reason == NOT_RECORDED or json.loads(row.sampling).get("conversation") == conversation_id
-    )
-    return next(of_it, None)
 
 
 def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds | None:

@@ -22,9 +22,9 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import groups, sessions, turns
-from turnwise.store.selection import LockedSession
+from turnwise.store.selection import LockedSession, has_policy
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
-from turnwise.types import IMPORT, GroupKey, GroupStatus, Session, SessionKey, SessionStatus, utc_now
+from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Session, SessionKey, SessionStatus, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -349,6 +349,18 @@ def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[in
         .group_by(sessions.c.group_pk)
     )
     return {row.group_pk: row.version for row in found}
+
+
+def num_open_with_reward(conn: sa.Connection, policy_id: int = DEFAULT_POLICY) -> int:
+    """Count a policy's sessions that only have to end to be trained, up to `MOST_UNFINISHED`."""
+    waiting = sa.select(sessions.c.session_pk).where(
+        OPEN_WITH_REWARD,
+        sessions.c.group_pk.is_not(None),
+        has_policy(lambda column: column == policy_id),
+        sessions.c.train == 1,
+    )
+    counted = sa.select(sa.func.count()).select_from(waiting.limit(MOST_UNFINISHED).subquery())
+    return int(conn.execute(counted).scalar_one())
 
 
 def unfinished_groups(conn: sa.Connection, tenant: str | None = None) -> dict[str, int]:

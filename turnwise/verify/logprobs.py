@@ -8,9 +8,10 @@ from typing import Any
 import httpx2
 
 from turnwise.errors import BadCheckpoint, EngineUnavailable
+from turnwise.image_urls import image_digests
 from turnwise.settings import mask_credentials
 from turnwise.store.turns import TurnView
-from turnwise.types import Json, image_digests
+from turnwise.types import Json
 from turnwise.verify.engine import (
     ADDRESS_HINT,
     NOT_REPEATABLE,

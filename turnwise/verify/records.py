@@ -20,12 +20,13 @@ from turnwise.chains import is_trainable
 from turnwise.errors import BadCheckpoint
 from turnwise.features import records
 from turnwise.features.images import read_media
+from turnwise.image_urls import image_digests
 from turnwise.parts import known as known_parts
 from turnwise.store import rows, updates, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.selection import SessionFilter
 from turnwise.store.turns import TurnView
-from turnwise.types import Json, PolicyVersion, Turn, UpdateRecord, image_digests
+from turnwise.types import Json, PolicyVersion, Turn, UpdateRecord
 from turnwise.version_directory import MANIFEST, compare_digests, read_manifest, weights_digest
 
 MISMATCHES_KEPT = 1000

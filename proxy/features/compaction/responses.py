@@ -40,9 +40,10 @@ from proxy.features.compaction.texts import (
 )
 from proxy.routes.calls import SESSION
 from turnwise.errors import InvalidRequest, TurnwiseError
+from turnwise.image_urls import IMAGE_URL
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView
-from turnwise.types import IMAGE_URL, Json, Turn
+from turnwise.types import Json, Turn
 
 TRIGGER = "compaction_trigger"
 ITEMS = ("compaction", "compaction_summary")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from proxy.calls.steps import CallStep
 from proxy.features.consent.settings import ConsentSettings
 from turnwise.features.consent import REDACTED, without_tokens
+from turnwise.image_urls import STORED_IMAGE
 from turnwise.settings import load_object
 from turnwise.store.rows import TURNS
-from turnwise.types import STORED_IMAGE
 
 if TYPE_CHECKING:
     from proxy.services import Services

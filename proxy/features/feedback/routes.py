@@ -39,11 +39,12 @@ from turnwise.chains import as_root, is_trainable, token_keys
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.features import feedback
 from turnwise.features.feedback import Feedback, FeedbackKind
+from turnwise.image_urls import image_digests
 from turnwise.parts import join_parts
 from turnwise.store import selection, sessions, turns
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.types import MAX_REWARD, Json, Session, Turn, image_digests
+from turnwise.types import MAX_REWARD, Json, Session, Turn
 
 if TYPE_CHECKING:
     from proxy.routes.models import Answer

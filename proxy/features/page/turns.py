@@ -24,11 +24,12 @@ from turnwise.credit import SessionCredit
 from turnwise.errors import Conflict, NotFound
 from turnwise.features.images import placed_images, read_media
 from turnwise.features.summaries import why_left_out
+from turnwise.image_urls import image_digests
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
-from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn, image_digests
+from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn
 from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
 router = APIRouter(route_class=CheckedRoute, tags=["sessions"])

@@ -13,7 +13,7 @@ from support.ledger_samples import add_finished, add_session, finish, make_turn,
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.features import retention
+from turnwise.features import retention, rewinds
 from turnwise.store import claims, rows, schema, sessions, trainer_reports, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
@@ -106,7 +106,7 @@ def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its
         assert claims.num_claimable(connection, held=held) == (0, 1)
         assert claims.num_claimable(connection) == (0, 2)
     with database.write() as connection:
-        claims.drop_sampled_by(connection, range(1), held=held).make(connection)
+        rewinds.drop_sampled_by(connection, range(1), held=held).make(connection)
     add_ready(database, "c")
     too_old = {"max_groups": 10, "lease_seconds": 60, "min_policy_version": 1}
     assert claims.claim(database, "t", held=held, **too_old) is None

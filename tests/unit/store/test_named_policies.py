@@ -227,11 +227,11 @@ def test_a_part_is_stale_and_in_flight_by_its_own_versions(database, two):
         since = utc_now() - datetime.timedelta(hours=1)
         assert [claims.oldest_version_in_flight(conn, since, each) for each in two] == [1, 9]
         for each in (a, b):
-            assert claims.num_open_with_reward(conn, each) == 0
+            assert groups.num_open_with_reward(conn, each) == 0
     with database.write() as conn:
         for session_id in ("s", "held out"):
             rewards.add_rewards(conn, [Reward(session_id=session_id, value=1.0)])
-        assert [claims.num_open_with_reward(conn, each) for each in (*two, DEFAULT_POLICY)] == [1, 1, 0]
+        assert [groups.num_open_with_reward(conn, each) for each in (*two, DEFAULT_POLICY)] == [1, 1, 0]
         for session_id in ("s", "held out"):
             sessions.end_session(conn, "default", session_id)
     assert claimed_by(database, a, min_policy_version=3) is None

@@ -6,6 +6,7 @@ see it. Legend: m trained tokens of a row, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ NO_SHARDED_CRITIC = (
 
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 _PARTIAL = StateDictOptions(strict=False)
+
+
+def critics_of(policy: Policy) -> list[Head]:
+    return [Critic(policy)] if policy.settings.algorithm.needs_values else []
 
 
 class Critic(Head):
@@ -58,10 +63,10 @@ class Critic(Head):
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def bind(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-        self.optimizer = optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+    def bind(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], learning_rate: float) -> None:
+        self.optimizer = make(self.parameters())
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._algorithm.critic_rate or 10 * learning_rate
 
     def of(self, inputs: RowInputs, output: Tensor) -> Tensor:
         values: Tensor = self._head(output[inputs.which].float())[:, 0]
