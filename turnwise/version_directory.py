@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,25 +125,6 @@ def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
         return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
     except OSError:
         return None
-
-
-def remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ()) -> list[str]:
-    """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
-
-    A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
-    machine, is left. A directory that another policy's version has too is in use: nobody is to remove it, so it is
-    not returned. As `on_disk`, it reads the file system.
-    """
-    left = []
-    for version in deleted:
-        directory = Path(version.path)
-        is_trained = version.update_id is not None and directory.parent.name == str(version.policy_id)
-        if is_trained and directory.is_absolute() and directory.parent.is_dir():
-            shutil.rmtree(directory.parent, ignore_errors=True)
-        is_gone = is_trained and directory.parent.parent.is_dir() and not directory.exists()
-        if not is_gone and version.path not in in_use:
-            left.append(version.path)
-    return left
 
 
 def weight_files(directory: Path) -> list[Path]:

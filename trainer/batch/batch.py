@@ -154,18 +154,6 @@ def build(
     )
 
 
-def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return for each trained token whether its behaviour logprob is that of a distribution the trainer has. [M]."""
-    found = np.ones(len(batch.table), np.bool_)
-    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
-        defined = np.array([reason is None for reason in why_untrainable(experience)])
-        places = batch.table.place[tokens]
-        turns = experience.turn_index[places]
-        is_scaled = batch.table.temperature[tokens] == experience.temperatures[turns]
-        found[tokens] = defined[turns] & experience.is_known[places] & is_scaled
-    return found
-
-
 def trained_turns(batch: Batch) -> set[str]:
     found: set[str] = set()
     for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):

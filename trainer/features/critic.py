@@ -54,7 +54,11 @@ class Critic(Head):
     def load(self, seed: int) -> None:  # noqa: ARG002  its first weights are zeros
         """Build the critic after the policy was loaded; a new one values each state 0."""
         policy = self._policy
-        policy.check_gives_hidden_states()
+        if not policy.gives_hidden_states:
+            raise SettingsError(
+                f"a critic needs hidden states, and {policy.settings.model!r} is sharded or changes its logits after "
+                "the output layer: train in one process, use another model, or an algorithm without a critic"
+            )
         self._head = nn.Linear(policy.config.hidden_size, 1, device=policy.device, dtype=torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)

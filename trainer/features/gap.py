@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from trainer.batch.batch import Batch, Reals, with_ratio
+from trainer.batch.batch import Batch, Reals
 from trainer.batch.ratios import finite
-from trainer.batch.selection import Unfit
+from trainer.batch.selection import Unfit, why_untrainable
 from trainer.claims.holds import Beside, Comparison, OfFirst
 from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
@@ -243,6 +243,18 @@ class OfBatch(Comparison):
 
     def gauges(self, refused: Collection[GroupKey]) -> Json:
         return self._found.read(refused)
+
+
+def with_ratio(batch: Batch) -> npt.NDArray[np.bool_]:
+    """Return for each trained token whether its behaviour logprob is that of a distribution the trainer has. [M]."""
+    found = np.ones(len(batch.table), np.bool_)
+    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
+        defined = np.array([reason is None for reason in why_untrainable(experience)])
+        places = batch.table.place[tokens]
+        turns = experience.turn_index[places]
+        is_scaled = batch.table.temperature[tokens] == experience.temperatures[turns]
+        found[tokens] = defined[turns] & experience.is_known[places] & is_scaled
+    return found
 
 
 def _by_group(batch: Batch, members: Sequence[int]) -> dict[GroupKey, list[int]]:

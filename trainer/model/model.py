@@ -42,7 +42,7 @@ from trainer.model.terms import Around, Term
 from trainer.model.traits import check_repeatable, measured_alone, why_alone
 from trainer.settings import TrainerSettings
 from trainer.world import World
-from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
@@ -271,12 +271,10 @@ class Policy:
             logprobs, entropy = token_logprobs(output.to(dtype), self._head.weight.to(dtype), *of)
         return logprobs, entropy, output
 
-    def check_gives_hidden_states(self) -> None:
-        if self._head is None:
-            raise SettingsError(
-                f"a critic needs hidden states, and {self.settings.model!r} is sharded or changes its logits after "
-                "the output layer: train in one process, use another model, or an algorithm without a critic"
-            )
+    @property
+    def gives_hidden_states(self) -> bool:
+        """Whether its output is hidden states; else it is logits."""
+        return self._head is not None
 
     def _own_head(self) -> OutputLayer | None:
         """Return the output layer to compute chunk by chunk; None where the model's own forward pass is needed."""

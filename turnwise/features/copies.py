@@ -9,8 +9,9 @@ import sqlalchemy as sa
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import index, metadata, sessions
 from turnwise.store.statements import is_among
-from turnwise.types import FORKED
 
+FORKED = "forked"
+"""Reason of an untrainable turn that is a copy of another session's turn."""
 SESSIONS_AT_ONCE = 100
 session_copies = sa.Table(
     "session_copies",

@@ -10,12 +10,13 @@ from collections.abc import Collection, Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.features.copies import FORKED
 from turnwise.features.statistics import intervals
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import DELETED, policy_versions, sessions, turns
 from turnwise.store.statements import is_among, unindexed
-from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, Credit, Outcome, Reward, SessionStatus, Split
+from turnwise.types import DEFAULT_POLICY, IMPORT, Credit, Outcome, Reward, SessionStatus, Split
 
 MAX_COMPARED = 10_000
 """Finished sessions that are read to compare versions, the newest ones."""

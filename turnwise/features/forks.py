@@ -18,14 +18,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.features.copies import session_copies
+from turnwise.features.copies import FORKED, session_copies
 from turnwise.store import extensions
 from turnwise.store.schema import turns
 from turnwise.store.selection import lock_sessions, sessions_of_turns
 from turnwise.store.sessions import create_session, read_session
 from turnwise.store.statements import insert_rows
 from turnwise.store.turns import append_turns, fitting, path_to, turns_where
-from turnwise.types import FORKED, Outcome, Session, Turn
+from turnwise.types import Outcome, Session, Turn
 
 SLICE_TURNS = 20
 SLICE_BYTES = 2 * 2**20

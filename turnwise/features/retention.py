@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -39,7 +41,6 @@ from turnwise.store.statements import ROWS_AT_ONCE, delete_some, is_among
 from turnwise.store.trainer_reports import forget_in_states
 from turnwise.store.turns import fitting
 from turnwise.types import GroupStatus, PolicyVersion, SessionKey, SessionStatus, Split
-from turnwise.version_directory import remove_files
 
 TURNS_AT_ONCE = 100
 BYTES_AT_ONCE = 4 * 2**20
@@ -184,7 +185,7 @@ def finish(
         cloned_versions=cloned,
         num_policies=deleted.num_policies,
         deleted_versions=[policy.version for policy in gone],
-        directories_left=remove_files(gone, in_use),
+        directories_left=_remove_files(gone, in_use),
     )
 
 
@@ -294,3 +295,22 @@ def sweep(conn: sa.Connection) -> bool:
     ):
         conn.execute(sa.delete(sessions).where(sessions.c.session_pk == session_pk))
     return True
+
+
+def _remove_files(deleted: Iterable[PolicyVersion], in_use: Collection[str] = ()) -> list[str]:
+    """Remove the directories of deleted policies that a trainer wrote; return those of versions that are left.
+
+    A trainer's directory of a policy has its number as its name. What was published from elsewhere, or is on another
+    machine, is left. A directory that another policy's version has too is in use: nobody is to remove it, so it is
+    not returned. As `on_disk`, it reads the file system.
+    """
+    left = []
+    for version in deleted:
+        directory = Path(version.path)
+        is_trained = version.update_id is not None and directory.parent.name == str(version.policy_id)
+        if is_trained and directory.is_absolute() and directory.parent.is_dir():
+            shutil.rmtree(directory.parent, ignore_errors=True)
+        is_gone = is_trained and directory.parent.parent.is_dir() and not directory.exists()
+        if not is_gone and version.path not in in_use:
+            left.append(version.path)
+    return left

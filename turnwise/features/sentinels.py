@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from turnwise.features.copies import FORKED
 from turnwise.store.experiences import MAY_BE_TRAINED
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import policy_versions, sessions
 from turnwise.store.turns import turns_of
-from turnwise.types import DEFAULT_POLICY, FORKED, IMPORT, PolicyVersion, SessionStatus, Split, Turn
+from turnwise.types import DEFAULT_POLICY, IMPORT, PolicyVersion, SessionStatus, Split, Turn
 
 _OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 

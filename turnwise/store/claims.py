@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
+from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
@@ -31,7 +32,6 @@ from turnwise.store.updates import Advantages, record_trained
 from turnwise.store.versions import publish_version
 from turnwise.types import (
     DEFAULT_POLICY,
-    FORKED,
     GroupKey,
     GroupStatus,
     Json,
@@ -181,7 +181,7 @@ def num_claimable(
 def oldest_version_in_flight(
     conn: sa.Connection, active_since: datetime.datetime, policy_id: int = DEFAULT_POLICY
 ) -> int | None:
-    """Return the oldest version that sampled a turn of an open group of a policy; None when there is no such turn.
+    """Return the oldest version that sampled a turn to train of an open group of a policy; None without such a turn.
 
     Sessions without activity since `active_since` are ignored.
     """
@@ -197,7 +197,7 @@ def oldest_version_in_flight(
             turns.c.policy_id == policy_id,
             sessions.c.status.in_([status.value for status in SessionStatus]),
             sessions.c.last_active_at >= to_micros(active_since),
-            turns.c.reason.is_distinct_from(FORKED),  # a copy is not trained, and may be of any age
+            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
         )
     )
     found: int | None = conn.execute(oldest).scalar_one()

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from typing import Any
 
 from turnwise.errors import BadLine, SkippedLine
-from turnwise.types import Json, number_of, value_of_json
+from turnwise.exchange.imports.values import number_of, value_of_json
+from turnwise.types import Json
 from turnwise_formats.values import call_draft, instant, message_list, reply_of, with_system
 
 NO_TIME = dt.datetime.min.replace(tzinfo=dt.UTC)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise.errors import SkippedLine
-from turnwise.types import Json, value_of_json
+from turnwise.exchange.imports.values import value_of_json
+from turnwise.types import Json
 from turnwise_formats.values import as_object, call_draft, message_list, reply_of, with_system
 
 CHAT_CALLS = ("completion", "acompletion", "anthropic_messages", "")

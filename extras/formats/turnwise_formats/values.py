@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json, value_of_json
+from turnwise.exchange.imports.values import value_of_json
+from turnwise.types import Json
 
 CUT = re.compile(r"litellm_truncated|<truncated[^<>]{0,80}>|@@@langfuseMedia:|redacted-by-litellm")
 """What LiteLLM and Langfuse write in the place of a text that they cut or took out."""

@@ -19,11 +19,11 @@ from support.engines import RunningEngine, running_engine
 from support.experience_factory import claimed
 from support.proxies import RunningProxy, StartProxy
 
-from trainer.batch.batch import build, with_ratio
+from trainer.batch.batch import build
 from trainer.batch.chain import Chain
 from trainer.batch.selection import why_untrainable
 from trainer.features import FEATURES, Settings
-from trainer.features.gap import BatchGap
+from trainer.features.gap import BatchGap, with_ratio
 from trainer.features.supports.turns import Vocabulary
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy

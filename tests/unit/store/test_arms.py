@@ -10,10 +10,11 @@ from support.ledger_samples import add_session, finish, make_turn, sampled_by
 from turnwise.errors import NotFound
 from turnwise.features import arms
 from turnwise.features.arms import Arm, arms_since
+from turnwise.features.copies import FORKED
 from turnwise.store import selection, serving, sessions, turns, versions
 from turnwise.store.database import Database
 from turnwise.store.sessions import create_session, read_session
-from turnwise.types import FORKED, IMPORT, Outcome, PolicyStatus, PolicyVersion, Session, Split, utc_now
+from turnwise.types import IMPORT, Outcome, PolicyStatus, PolicyVersion, Session, Split, utc_now
 
 SINCE = utc_now() - datetime.timedelta(hours=1)
 

@@ -12,11 +12,12 @@ from support.experience_factory import claimed, experience
 from support.tiny_models import VOCABULARY, config_of, load_model, make_model
 
 import trainer.features.supports.turns as sampling_module
-from trainer.batch.batch import build, pack, trained_turns, with_ratio
+from trainer.batch.batch import build, pack, trained_turns
 from trainer.batch.chain import chain_of
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import SelectionRule, left_out, why_untrainable
 from trainer.features import FEATURES, Settings
+from trainer.features.gap import with_ratio
 from trainer.features.supports.grammars import GrammarMasks, Grammars, NotReplayed, grammar_of
 from trainer.features.supports.processors import RowProcessors, SampledTurn, TurnProcessors
 from trainer.features.supports.turns import Vocabulary, bad_words, processors

@@ -25,8 +25,9 @@ from turnwise.commands.place import (
     takes_place,
 )
 from turnwise.errors import BadLine, SettingsError
+from turnwise.exchange.imports.values import value_of_json
 from turnwise.settings import load_settings, settings_model
-from turnwise.types import DEFAULT_POLICY_NAME, Json, value_of_json, values_of
+from turnwise.types import DEFAULT_POLICY_NAME, Json, values_of
 
 MUST = "must"
 VERSIONS_SHOWN = 4

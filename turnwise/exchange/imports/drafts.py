@@ -12,7 +12,8 @@ import math
 from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json, number_of, value_of_json
+from turnwise.exchange.imports.values import number_of, value_of_json
+from turnwise.types import Json
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from turnwise.errors import MALFORMED, BadLine, InvalidRequest
-from turnwise.types import Json, value_of_json
+from turnwise.exchange.imports.values import value_of_json
+from turnwise.types import Json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 ROWS_AT_ONCE = 256

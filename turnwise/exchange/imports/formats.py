@@ -22,7 +22,8 @@ from turnwise.exchange.imports.drafts import (
     tool_schemas,
     untrained_of,
 )
-from turnwise.types import Json, number_of
+from turnwise.exchange.imports.values import number_of
+from turnwise.types import Json
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from turnwise.errors import BadLine
-from turnwise.types import Json, value_of_json
+from turnwise.exchange.imports.values import value_of_json
+from turnwise.types import Json
 
 PATTERN = re.compile(r"Qz(\d+)n(\d+)zQ")
 Place = tuple[int, int]
