@@ -18,13 +18,14 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict
 from turnwise.features import feedback
+from turnwise.features.copies import FORKED, session_copies
 from turnwise.store import rows
 from turnwise.store.database import clock
 from turnwise.store.experiences import MAY_BE_TRAINED
-from turnwise.store.schema import Serial, columns_of, index, metadata, session_copies, sessions, turns
+from turnwise.store.schema import Serial, columns_of, index, metadata, sessions, turns
 from turnwise.store.selection import session_row
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
-from turnwise.types import FORKED, IMPORT, SessionStatus, Split, utc_now
+from turnwise.types import IMPORT, SessionStatus, Split, utc_now
 
 PER_VERSION = 10
 """Ratings that come between two versions of a policy that is trained on few ratings."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.features.copies import FORKED
 from turnwise.features.ratings.draws import OVER, Draw, draws_of, inclusion
 from turnwise.features.ratings.predictions import predicted_rewards
 from turnwise.store import rows
@@ -21,7 +22,7 @@ from turnwise.store.experiences import MAY_BE_TRAINED
 from turnwise.store.rewards import rewards_of
 from turnwise.store.schema import sessions, turns
 from turnwise.store.statements import is_among
-from turnwise.types import FORKED, IMPORT, Credit, SessionKey, Split
+from turnwise.types import IMPORT, Credit, SessionKey, Split
 
 MOST_READ = 10_000
 """Sessions of a policy that are read, the newest that ended and that expired."""
