@@ -35,6 +35,7 @@ from turnwise.features import (
     retention,
     rewinds,
     sentinels,
+    summaries,
     transfers,
 )
 from turnwise.features.advantages import with_advantages
@@ -461,6 +462,10 @@ OF_TENANT: dict[str, Ask] = {
     "a changed group": _regroup,
     "a turn to append": lambda c: turns.append_turns(c, [_turn()]),
     "a turn that goes on from a summary": lambda c: turns.append_turns(c, _compacted()),
+    "the session of a context that goes on from a summary": lambda c: (
+        turns.append_turns(c, _compacted()[:2]),
+        summaries.session_summed_up(c, "t", ["s"], _compacted()[2].messages),
+    ),
     "what calls cost": _costs,
     "a turn that is stored": lambda c: (
         turns.append_turns(c, [inferred_turn("t8")]),
