@@ -204,7 +204,7 @@ def session_summed_up(
 ) -> str | None:
     """Return which of these open sessions has a summary that a prompt goes on from, and that no context did.
 
-    Of several it is the one whose summary is the oldest: equal ones are interchangeable.
+    Of several it is the newest one: an equal summary may be left of a run that was given up.
     """
     own = (
         sessions.c.tenant == tenant,
@@ -223,7 +223,7 @@ def session_summed_up(
             replies.append(Reply(row.turn_id, texts, ""))
     going_on = _continued(conn, messages, replies)
     same = {reply.texts for reply in replies if reply.turn_id in going_on}
-    return next((session_of[reply.turn_id] for reply in replies if reply.texts in same), None)
+    return next((session_of[reply.turn_id] for reply in reversed(replies) if reply.texts in same), None)
 
 
 def _prompt(conn: sa.Connection, turn_id: str) -> str:
