@@ -54,6 +54,8 @@ class Rollouts:
     policy_id: int = DEFAULT_POLICY
     is_flipped: bool = False
     """True rewards the other tokens."""
+    is_rated: bool = True
+    """False gives no session a reward."""
 
     def play(self, name: str, *, num_groups: int, group_size: int = 4, seed: int = 0) -> None:
         """Play and finish groups of sessions; the same arguments give the same tokens."""
@@ -103,7 +105,7 @@ class Rollouts:
         with self.db.write() as conn:
             sessions.create_session(conn, session)
             append_turns(conn, turns)
-            add_rewards(conn, rewards)
+            add_rewards(conn, rewards if self.is_rated else [])
             sessions.end_session(conn, "default", session_id)
 
     def play_compacted(self, name: str, *, num_groups: int, group_size: int = 4) -> None:

@@ -1,0 +1,48 @@
+"""What a session is worth where few are rated, by hand."""
+
+import datetime
+
+import pytest
+
+from trainer.features.ratings import FIRST_SHARE, as_shares, corrected, share_of
+from turnwise.features.ratings.rated import RatedSession
+
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+
+def session(name="s", **fields):
+    place = {"session_pk": 1, "tenant": "default", "session_id": name, "policy_version": 0, "ended_at": NOW}
+    return RatedSession(**place, **fields)
+
+
+def test_a_rating_that_was_asked_for_corrects_the_prediction_by_one_over_its_probability():
+    """λ h = 0.3; asked with 1/4: 0.3 + (1 − 0.3) · 4 = 3.1. Of ten that could be asked five are in the batch: 1.7."""
+    rated = {("default", "s"): 1.0}
+    assert corrected(session(), {}, 0.3, 1.0) == 0.3
+    assert corrected(session(probability=0.25), rated, 0.3, 1.0) == pytest.approx(3.1)
+    assert corrected(session(probability=0.25), rated, 0.3, 2.0) == pytest.approx(1.7)
+    assert corrected(session(), rated, 0.3, 1.0) == pytest.approx(1.0)
+
+
+def test_the_mean_of_all_is_that_of_the_ratings_whatever_the_head_says():
+    """Four sessions of which each is asked about with 1/2: 1 and 0 are rated, so the mean is (1 + 0) / 2 = 0.5."""
+    rated = {("default", "a"): 1.0, ("default", "b"): 0.0}
+    every = [session("a", probability=0.5), session("b", probability=0.5), session("c"), session("d")]
+    for predicted in (0.0, 0.4, 0.9):
+        values = [corrected(each, rated, predicted, 1.0) for each in every]
+        assert sum(values) / 4 == pytest.approx(0.5)
+
+
+def test_the_share_of_the_head_is_fitted_to_predictions_before_their_ratings():
+    """Predictions that say the rating have λ = 1, twice as far apart 1/2, and those that say the opposite 0."""
+    ratings = as_shares([0.0, 1.0] * 5)
+    right = [session(predicted=rating) for rating in ratings]
+    assert share_of(right, ratings) == pytest.approx(1.0)
+    assert share_of([session(predicted=2 * rating) for rating in ratings], ratings) == pytest.approx(0.5)
+    assert share_of(right, 1 - ratings) == 0.0
+    assert share_of(right[:9], ratings[:9]) == FIRST_SHARE
+
+
+def test_ratings_are_read_from_the_lowest_to_the_highest_where_they_are_no_shares():
+    assert as_shares([0.0, 0.25, 1.0]).tolist() == [0.0, 0.25, 1.0]
+    assert as_shares([-1.0, 0.0, 1.0]).tolist() == [0.0, 0.5, 1.0]
