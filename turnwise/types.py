@@ -45,6 +45,14 @@ LOCAL_KEY_NAME = "turnwise up"
 """Name of the key that `turnwise up` makes, beside which callers without a key may call the model and nothing more."""
 
 
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: of a list of parts the texts, by lines."""
+    if isinstance(content, list):
+        parts = (part.get("text") if isinstance(part, dict) else part for part in content)
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
+
+
 utc_now = functools.partial(datetime.datetime.now, datetime.UTC)
 
 

@@ -31,7 +31,7 @@ from turnwise.store import serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
-from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn
+from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn, text_of
 
 Sentinel = Literal[
     "broken_calls",
@@ -243,8 +243,7 @@ def _reports_error(result: Json) -> bool:
 
 
 def _text(turn: Turn) -> str:
-    content = turn.response.get("content")
-    return content.strip() if isinstance(content, str) else ""
+    return text_of(turn.response.get("content")).strip()
 
 
 def _questions(one: sentinels.Played) -> float | None:

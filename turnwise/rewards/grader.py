@@ -20,7 +20,7 @@ from typing import Any
 
 from turnwise.errors import MALFORMED, GraderFailed
 from turnwise.processes.limited import run_limited
-from turnwise.types import Json
+from turnwise.types import Json, text_of
 
 FAILING_STATUS = 1
 """The exit status of a test that fails; a higher one says that the grader itself did not work."""
@@ -247,11 +247,3 @@ def _said(message: Json) -> str:
 
 def _short(turn: Json) -> Json:
     return {name: turn.get(name) for name in _TURN_FIELDS}
-
-
-def text_of(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return ""

@@ -18,9 +18,9 @@ import httpx2
 
 from turnwise.errors import MALFORMED, GraderFailed
 from turnwise.files import append_lines, read_objects
-from turnwise.rewards.grader import Grade, finite, text_of
+from turnwise.rewards.grader import Grade, finite
 from turnwise.rewards.settings import RewardSettings
-from turnwise.types import Json
+from turnwise.types import Json, text_of
 
 SOURCE = "judge"
 """Marks the sessions that the judge itself uses: they are not judged."""

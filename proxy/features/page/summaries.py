@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -14,7 +14,7 @@ import orjson
 from turnwise.features.page import activity, search, updates
 from turnwise.store.database import Connection
 from turnwise.store.updates import list_updates
-from turnwise.types import GroupStatus, Json, Session, UpdateRecord
+from turnwise.types import GroupStatus, Json, Session, UpdateRecord, text_of
 
 MAX_CHARACTERS = 300
 MAX_TASKS = 50
@@ -56,16 +56,7 @@ def _last_reply(stored: str | None) -> str | None:
 
 
 def _text(content: Any) -> str:
-    return " ".join(" ".join(_texts(content)).split())
-
-
-def _texts(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield part["text"]
+    return " ".join(text_of(content).split())
 
 
 def _cut(text: str) -> str:

@@ -26,7 +26,6 @@ from turnwise.features.summaries.matching import (
     continued,
     is_empty,
     prompt_text,
-    text_of,
     texts_of_calls,
     texts_of_reply,
 )
@@ -35,7 +34,7 @@ from turnwise.store.extensions import Extension
 from turnwise.store.schema import indexes, sessions, turns
 from turnwise.store.statements import fetch_rows
 from turnwise.store.turns import path_to
-from turnwise.types import Json, Outcome, Role, SessionStatus, Turn
+from turnwise.types import Json, Outcome, Role, SessionStatus, Turn, text_of
 
 SUMMARIES = "summaries"
 NOT_CONTINUED = "not_continued"
@@ -164,7 +163,7 @@ def _store(
 
 def _is_task(conn: sa.Connection, row: Row, messages: Sequence[Json]) -> bool:
     """Return whether an earlier call of the session wrote the last message, so that what it quotes is no context."""
-    asked, own = text_of(messages[-1]).strip(), _t.session_pk == row["session_pk"]
+    asked, own = text_of(messages[-1].get("content")).strip(), _t.session_pk == row["session_pk"]
     wanted = sa.select(_t.response).where(
         own, _t.seq < row["seq"], _t.response.contains('"tool_calls"', autoescape=True)
     )

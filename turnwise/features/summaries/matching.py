@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from turnwise.json_text import json_object
-from turnwise.types import Json
+from turnwise.types import Json, text_of
 
 SHORT = 32
 """A text of fewer characters must be a line of its own, or the end of one, or stand between tags."""
@@ -57,7 +57,7 @@ def continued(messages: Sequence[Json], replies: Sequence[Reply]) -> list[str]:
         messages: what the prompt adds to the turn that it extends; all of it at a root.
         replies: those of earlier turns, in their order.
     """
-    texts = [text_of(message) for message in messages]
+    texts = [text_of(message.get("content")) for message in messages]
     spans = {reply.turn_id: _spans(reply, texts) for reply in _distinct(replies)}
     found = {turn_id: places for turn_id, places in spans.items() if places}
     return [turn_id for turn_id, own in found.items() if any(not _is_inside(span, turn_id, found) for span in own)]
@@ -127,7 +127,7 @@ def _runs(wanted: str, flat: str, prompt: str) -> Iterator[tuple[int, int]]:
 
 def texts_of_reply(response: Json) -> tuple[str, ...]:
     """Return what a harness may take of a reply, without white space at the ends; none of an empty one."""
-    text = text_of(response)
+    text = text_of(response.get("content"))
     inner = [*(match[2] for match in TAGGED.finditer(text)), *texts_of_calls(response)]
     own = [text, THINKING.sub("", text), *(each for each in inner if len(each) >= SHORT)]
     return tuple(dict.fromkeys(filter(None, map(flattened, own))))
@@ -135,7 +135,7 @@ def texts_of_reply(response: Json) -> tuple[str, ...]:
 
 def is_empty(response: Json) -> bool:
     """Return whether a reply says nothing beside its thinking."""
-    return not flattened(THINKING.sub("", text_of(response))) and not texts_of_calls(response)
+    return not flattened(THINKING.sub("", text_of(response.get("content")))) and not texts_of_calls(response)
 
 
 def texts_of_calls(response: Json) -> list[str]:
@@ -151,17 +151,9 @@ def _arguments(arguments: Any) -> Json:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def text_of(message: Json) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = (part.get("text") if isinstance(part, dict) else part for part in content)
-        return "\n".join(part for part in parts if isinstance(part, str))
-    return content if isinstance(content, str) else ""
-
-
 def prompt_text(messages: Iterable[Json]) -> str:
     """Return the text of a whole prompt, as replies are compared with it."""
-    return "\n".join(flattened(text_of(message)) for message in messages)
+    return "\n".join(flattened(text_of(message.get("content"))) for message in messages)
 
 
 def flattened(text: str) -> str:
