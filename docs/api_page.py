@@ -54,7 +54,7 @@ says which one holds for the session's group. A group that is not trained has th
 
 def api() -> str:
     """Return the whole page."""
-    app = create_app(routes=features.ROUTES)
+    app = create_app(routes=features.ROUTES, dialects=features.DIALECTS)
     document, actions = describe(app), app.state.actions
     schemas = document["components"]["schemas"]
     parts = [INTRODUCTION]

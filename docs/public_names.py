@@ -34,7 +34,7 @@ def names() -> list[str]:
 
 
 def _routes() -> Iterator[str]:
-    document = describe(create_app(routes=features.ROUTES))
+    document = describe(create_app(routes=features.ROUTES, dialects=features.DIALECTS))
     for path, methods in document["paths"].items():
         for method, action in methods.items():
             route = f"{method.upper()} {path}"

@@ -16,7 +16,8 @@ from starlette.routing import Match, Route
 
 import turnwise
 from proxy.auth import ACTION_OF_ROUTE
-from proxy.dialects.registry import dialect_of_path
+from proxy.dialects.base import Dialect
+from proxy.dialects.registry import CORE, Dialects
 from proxy.http import problems
 from proxy.routes import keys, openapi, operations, rewards, sessions
 from proxy.routes.control import answer
@@ -35,8 +36,10 @@ BASE_URL_HINT = (
 ROUTES_HINT = "GET /openapi.json lists the routes"
 
 
-def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> FastAPI:
-    """Build the app over running services; without services it only describes its routes.
+def create_app(
+    services: Services | None = None, routes: Iterable[str] = (), dialects: Iterable[Dialect] = CORE
+) -> FastAPI:
+    """Build the app over running services; without services it only describes its routes, and those of `dialects`.
 
     `routes` are modules of features, each with `ROUTES`.
     """
@@ -60,12 +63,12 @@ def create_app(services: Services | None = None, routes: Iterable[str] = ()) -> 
                 app.add_route(path, files, include_in_schema=False)
             else:
                 app.mount(path, files)
-    app.include_router(operations.control)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
     app.state.services = services
+    app.state.dialects = Dialects(dialects) if services is None else services.dialects
     app.state.actions = ACTION_OF_ROUTE | {route: action for own in declared for route, action in own.actions.items()}
     app.state.endpoints = [own.endpoints for own in declared]
     app.state.answers = [own.answers for own in declared]
@@ -117,7 +120,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     methods = _methods(request) if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else []
     headers = {"allow": ", ".join(methods)} if methods else error.headers
     body = orjson.dumps(problems.body(message, kind, code))
-    encoded = dialect_of_path(path, dict(request.headers.raw)).encode_error(error.status_code, body)
+    encoded = request.app.state.dialects.of_path(path, dict(request.headers.raw)).encode_error(error.status_code, body)
     return Response(encoded, status_code=error.status_code, headers=headers, media_type="application/json")
 
 

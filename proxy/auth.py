@@ -70,9 +70,7 @@ ACTION_OF_ROUTE = {
     "GET /v1/sessions/{session_id}/turns": "read",
     "POST /v1/sessions/{session_id}/end": "end",
     "GET /v1/turns/{turn_id}": "read",
-    "POST /v1/turns/{turn_id}/role": "reward",
     "POST /v1/rewards": "reward",
-    "GET /v1/doctor": "examine",
     "GET /v1/keys": "keys",
     "POST /v1/keys": "keys",
     "POST /v1/keys/{key_id}/revoke": "keys",
@@ -156,7 +154,7 @@ class Authenticator:
         self._database = database
         self._secret = secret
         self._has_keys = has_keys
-        self._has_local_key = has_local_key
+        self._role_without_key = KEYLESS if has_local_key else "admin"
         self._open_until = 0.0
         self._verified: cachetools.TTLCache[bytes, Principal] = cachetools.TTLCache(MAX_CACHED_KEYS, CACHE_SECONDS)
         self._last_known: cachetools.LRUCache[bytes, Principal] = cachetools.LRUCache(MAX_CACHED_KEYS)
@@ -176,12 +174,12 @@ class Authenticator:
         digest = hashlib.sha256(presented.encode()).digest()
         is_open = await self.is_open()
         if is_open and not presented.startswith(keys.KEY_PREFIX):
-            return self._open_principal(digest)
+            return _principal_without_key(digest, self._role_without_key)
         principal = None
         if presented:
             principal = await self._find_valid(digest, lambda connection: keys.verify_key(connection, presented))
         if principal is None and is_open:
-            return self._open_principal(digest)
+            return _principal_without_key(digest, self._role_without_key)
         if principal is None:
             problem = "the API key is unknown, expired or revoked" if presented else "this proxy needs an API key"
             raise Unauthorized(
@@ -193,8 +191,8 @@ class Authenticator:
     def last_known(self, headers: Mapping[bytes, bytes]) -> Principal | None:
         """Return the principal of an API key as it was looked up last, for use while the store does not answer."""
         digest = hashlib.sha256(presented_key(headers).encode()).digest()
-        known = self._last_known.get(digest)
-        return self._open_principal(digest) if known is None and self._open_until and not self._has_keys else known
+        known, is_open = self._last_known.get(digest), bool(self._open_until) and not self._has_keys
+        return _principal_without_key(digest, self._role_without_key) if known is None and is_open else known
 
     def forget(self) -> None:
         """Clear the cache of verified keys, after this process has created or revoked a key."""
@@ -207,7 +205,8 @@ class Authenticator:
         if self._has_keys:
             return False
         if self._open_until <= time.monotonic():
-            self._has_keys, self._has_local_key = await self._database.fetch(_kinds)
+            self._has_keys, has_local_key = await self._database.fetch(_kinds)
+            self._role_without_key = KEYLESS if has_local_key else "admin"
             self._open_until = time.monotonic() + CACHE_SECONDS
         return not self._has_keys
 
@@ -281,14 +280,11 @@ class Authenticator:
         if key_id == OPEN:
             if not await self.is_open():
                 raise _refused("was made while the proxy had no API keys")
-            return self._open_principal(b"")
+            return _principal_without_key(b"", self._role_without_key)
         root = await self._find_valid(key_id.encode(), lambda connection: keys.valid_key(connection, key_id))
         if root is None:
             raise _refused("was made with an API key that is expired, revoked or deleted")
         return root
-
-    def _open_principal(self, digest: bytes) -> Principal:
-        return _principal_without_key(digest, KEYLESS if self._has_local_key else "admin")
 
     def _mac(self, payload: str) -> str:
         mac = hmac.new(self._secret, payload.encode(), hashlib.sha256).digest()[:MAC_BYTES]

@@ -16,7 +16,9 @@ from proxy.auth import Authenticator, open_authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.retries import Retries
 from proxy.calls.steps import CallStep, Steps
-from proxy.dialects.base import Call
+from proxy.dialects.base import Call, Dialect
+from proxy.dialects.registry import CORE as CORE_DIALECTS
+from proxy.dialects.registry import Dialects
 from proxy.engines.checks import check_features, find_template
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -125,6 +127,7 @@ class Features(NamedTuple):
     beside: Iterable[type[Beside]] = ()
     reload: ReloadParts = CORE
     """How engines are brought to versions."""
+    dialects: Iterable[Dialect] = CORE_DIALECTS
     unnamed: type[Unnamed] = Unnamed
     """Finds the sessions of calls that name none."""
     prepare: Callable[[ChatTemplate], None] = as_it_is
@@ -155,6 +158,7 @@ class Services:
         faults = FaultPoints(settings.fault)
         self.settings = settings
         self._features, self.process = features, process
+        self.dialects = Dialects(features.dialects)
         self.metrics = metrics = Metrics()
         self.database = database
         self.authenticator = authenticator
@@ -171,6 +175,8 @@ class Services:
         """Which policy the name of a model means; a feature may accept other names than those of the engines."""
         self.take_media: Callable[[Call], Awaitable[None]] = refuse_media
         """What reads the media in a call's messages; without a feature that does, such a call is refused."""
+        self.own_arguments: set[str] = set()
+        """Arguments of the chat template that features put into requests to engines; those of clients are dropped."""
         self.open_body: Callable[[str, str, dict[bytes, bytes]], BodyMemory] = lambda *_: BodyMemory()
         """What counts the bytes of a request's body: by its tenant, its key and its headers."""
         self.stored_document: Callable[[Any], Any] = lambda document: document

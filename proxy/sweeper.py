@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-import time
 from collections.abc import Callable
 
 from proxy.auth import Authenticator
@@ -13,8 +12,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import TurnwiseError
-from turnwise.sampling import ADVICE, count_not_trained, left_out_by
-from turnwise.store import keys, rewards, samplings, sessions
+from turnwise.store import keys, rewards, sessions
 from turnwise.store.database import Connection, Database, IdleClock
 from turnwise.types import SessionKey, utc_now
 
@@ -22,8 +20,6 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = datetime.timedelta(days=1)
 """How long an `Idempotency-Key` of rewards, of feedback, or of a call that names no session is recognised."""
-SAMPLING_SECONDS = 30.0
-"""How often the sampling parameters of the newest turns are read."""
 SWEEP_SECONDS = 5.0
 """How often the uses of keys are recorded, idle sessions expired, and old stored answers deleted."""
 
@@ -47,8 +43,6 @@ class Sweeper:
         self._metrics = metrics
         self._forget_session = forget_session
         """Removes a session of a tenant from the memory of all workers."""
-        self._sampling_at = 0.0
-        self._left_out_by: set[str | None] = set()
         self._idle_clock = IdleClock(datetime.timedelta(seconds=settings.session_idle_seconds))
 
     async def run(self) -> None:
@@ -61,7 +55,6 @@ class Sweeper:
                     pass
                 await self._close_idle(sessions.end_rewarded_sessions, min(idle, sessions.REWARDED_IDLE), "ended")
                 await self._close_idle(sessions.expire_idle_sessions, idle, "expired")
-                await self._report_sampling()
             except TurnwiseError as error:
                 self._metrics.background_errors.labels("sweep").inc()
                 log.warning(
@@ -76,17 +69,6 @@ class Sweeper:
         used = self._authenticator.used_keys
         while used:
             await self._writer.do(keys.record_use, used.pop())
-
-    async def _report_sampling(self) -> None:
-        """Log that calls are sampled in a way that is not trained, when the reasons changed."""
-        if time.monotonic() < self._sampling_at:
-            return
-        self._sampling_at = time.monotonic() + SAMPLING_SECONDS
-        newest = await self._database.fetch(samplings.newest_samplings, None)
-        reasons = {left_out_by(*each) for each in newest} - {None}
-        if reasons - self._left_out_by:
-            log.warning("%s %s", count_not_trained(newest), ADVICE)
-        self._left_out_by = reasons
 
     async def _close_idle(
         self,

@@ -22,8 +22,7 @@ from proxy.calls.steps import CallStep
 from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
 from proxy.http.asgi import BodyMemory
-from proxy.sessions.forest import KnownTurn, count_ids, encoded, ids_as_text
-from proxy.sessions.memory import known_turn
+from proxy.sessions.forest import count_ids
 from proxy.sessions.place import CallPlace
 from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
@@ -179,11 +178,11 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         aborted: what cut the reply off; None for a complete reply.
     """
     call, place, own_id = running.call, running.place, running.attempt.turn_id
-    common = _common(running)
-    if place.parent is None:
+    parent, sent, common = place.parent, place.prompt, _common(running)
+    if parent is None:
         running.root = read_root(call.messages, call.tools, common["sampling"])
     common["role"], common["role_reason"] = find_role(
-        call, place.parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
+        call, parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
     )
     unplaced = None if call.media is None else call.media.find(call, place, running)
     turns: list[NewTurn] = []
@@ -192,9 +191,17 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         message = choice.message()
         full, messages, dialogue = place.conversation.extended(message)
         turn_id = own_id if index == 0 else f"{own_id}#{index}"
+        echo, prompt = choice.prompt_ids or running.prompt_ids, dict[str, Any]()
+        if parent is not None and sent is not None and (echo == SENT or echo == sent.json()[1:-1]):
+            # A turn stores what it adds to its parent's messages and ids.
+            prompt |= {"parent_turn_id": parent.turn_id, "messages": call.messages[parent.num_messages :]}
+            prompt |= {"prompt_delta": place.between, "prompt_length": sent.num_ids}
+        else:
+            prompt |= {"messages": call.messages, "tools": call.tools}
+            prompt |= {"encoded_prompt": echo, "prompt_length": count_ids(echo)}
         turn = NewTurn(
             **common,
-            **_prompt(running, choice.prompt_ids or running.prompt_ids),
+            **prompt,
             turn_id=turn_id,
             chain_id=turn_id,  # the store sets the chain of a turn that extends another
             model=call.model or next(iter(running.models), ""),
@@ -239,28 +246,6 @@ def _common(running: Running) -> dict[str, Any]:
     }
 
 
-def _prompt(running: Running, echo: bytes) -> dict[str, Any]:
-    """Return the fields of a turn that depend on the prompt which the engine says it sampled after.
-
-    A turn stores the messages and ids after its parent's; without a parent all of them, the ids as the engine's text.
-    """
-    call, place = running.call, running.place
-    parent, sent = place.parent, place.prompt
-    if parent is not None and sent is not None and (echo == SENT or echo == sent.json()[1:-1]):
-        return {
-            "parent_turn_id": parent.turn_id,
-            "messages": call.messages[parent.num_messages :],
-            "prompt_delta": place.between,
-            "prompt_length": sent.num_ids,
-        }
-    return {
-        "messages": call.messages,
-        "tools": call.tools,
-        "prompt_length": count_ids(echo),
-        "encoded_prompt": echo,
-    }
-
-
 def _outcome(
     running: Running, turn: NewTurn, aborted: str | None, unplaced: str | None, *, is_planned: bool
 ) -> tuple[Outcome, str | None]:
@@ -288,21 +273,3 @@ def _outcome(
     # The conversation contains replies, and no stored tokens are used for them.
     is_retokenised = place.parent is None and place.reason is not None and place.conversation.num_replied > 0
     return (Outcome.RETOKENISED if is_retokenised else Outcome.EXACT), place.reason
-
-
-def remembered(running: Running, turns: list[NewTurn]) -> list[KnownTurn]:
-    """Return what a session in memory needs to extend the turns of a call that were just stored."""
-    place, sent, before, known = running.place, running.place.prompt, running.place.conversation.messages, []
-    for turn in turns:
-        if not len(turn.token_ids):
-            continue
-        parent = None if turn.parent_turn_id is None else place.parent
-        ids, ids_before = ids_as_text(turn.token_ids), None
-        if parent is not None and sent is not None:  # the ids after the parent's are one piece
-            ids_before = sent if not len(turn.prompt_delta) else sent.before
-            ids = ids if not len(turn.prompt_delta) else sent.piece + b"," + ids
-        elif turn.encoded_prompt:  # a piece of its own, because a long one would be copied
-            ids_before = encoded(turn.encoded_prompt, turn.prompt_length)
-        tokens = encoded(ids, turn.prompt_length + len(turn.token_ids), ids_before)
-        known.append(known_turn(turn, parent, before[-1] if before else b"", root=running.root, tokens=tokens))
-    return known

@@ -288,8 +288,7 @@ class Relay:
             metrics.breaks.labels(place.reason).inc()
         if running.first_token_at is not None:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
-        known = capture.remembered(running, turns)
-        self._sessions.remember(place, known)
+        known = self._sessions.remember(place, turns, running.root)
         for turn_ids, (role, reason) in corrections(known[0], place.forest, place.conversation) if known else ():
             await self._correct_role(place.forest, turn_ids, role, reason)
         return True

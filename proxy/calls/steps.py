@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-from proxy.dialects.registry import DIALECTS
-
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
@@ -32,8 +30,8 @@ class CallStep:
 
     columns: tuple[Column, ...] = ()
     """What lists show besides while it is on."""
-    dialects: ClassVar[frozenset[str]] = frozenset(each.name for each in DIALECTS)
-    """Whose calls it is `asked` of."""
+    dialects: ClassVar[frozenset[str] | None] = None
+    """Whose calls it is `asked` of; None for those of all."""
     marks: frozenset[Any] = frozenset({EVERY_CALL})
     """It takes calls that have one of these: `EVERY_CALL`; when they are `admitted` `WITH_KEY`; when they are `asked`
     names of headers and metadata; when they are `sent` names of request fields, notes, the engine's defaults and parts
@@ -125,7 +123,7 @@ class Steps:
     def asked_in(self, dialect: str) -> Meant:
         """Return the steps of calls of one dialect that were read."""
         steps = self._overridden(lambda kind: kind.asked)
-        return self._marked(each for each in steps if dialect in each.__self__.dialects)
+        return self._marked(each for each in steps if dialect in (each.__self__.dialects or {dialect}))
 
     def of(self, kind: type[StepT]) -> StepT:
         """Return the step of a feature that is on."""

@@ -258,6 +258,7 @@ class Action(enum.StrEnum):
     COMPACT = "compact"
 
 
+SESSION_PREFIX = "/sessions/{session_id}"
 MAX_MESSAGES = 10_000
 """Maximum number of messages of one call, or of prompts."""
 MESSAGES: Json = {
@@ -292,7 +293,7 @@ class WireRoute:
 class Dialect(abc.ABC):
     """One wire format: translates requests to engine requests, and engine replies to the client's format.
 
-    A dialect is registered in `proxy.dialects.registry`; routes, error shapes and the OpenAPI document derive from it.
+    A dialect is registered in `proxy.features`; routes, error shapes and the OpenAPI document derive from it.
     """
 
     name: ClassVar[str]

@@ -314,8 +314,11 @@ class HttpClient:
             self._connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_open_socket)
         while True:
             connection = await self._connector.connect(request, [], self._timeout)
-            transport = connection.transport
-            if transport is None or not (transport.get_write_buffer_size() or _is_readable(transport)):
+            if (transport := connection.transport) is None:
+                return connection
+            polled = select.poll()  # a busy event loop may not have read yet that the server has closed it
+            polled.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+            if not (transport.get_write_buffer_size() or polled.poll(0)):
                 return connection
             connection.close()  # the server answered before it had read the body, or has closed the connection
 
@@ -330,13 +333,6 @@ class HttpClient:
 
 _opening: contextvars.ContextVar[Answer] = contextvars.ContextVar("_opening")
 """The request that this task sends; aiohttp does not tell whether it reuses a connection."""
-
-
-def _is_readable(transport: asyncio.Transport) -> bool:
-    """Return whether a server has closed an idle connection, which a busy event loop has not read yet."""
-    polled = select.poll()
-    polled.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-    return bool(polled.poll(0))
 
 
 def _open_socket(address: Any) -> socket.socket:

@@ -9,9 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.calls.steps import CallStep
+from proxy.dialects.base import Dialect
+from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.gemini import Gemini
+from proxy.dialects.messages import Messages
+from proxy.dialects.responses import Responses
 from proxy.features.arms.counts import ArmCalls
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.compaction.step import ClearedThinking, ManageContext
+from proxy.features.completions import TextCompletions
 from proxy.features.consent.marks import ConsentStep
 from proxy.features.consent.redaction import Redaction
 from proxy.features.consent.settings import ConsentSettings
@@ -51,6 +57,8 @@ STEPS: tuple[type[CallStep], ...] = (
     Prices,
     ArmCalls,
 )
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), TextCompletions(), Responses(), Messages(), Gemini())
+"""The wire formats. A new one is a module of its own and one entry here."""
 IN_STORE: tuple[str, ...] = ("turnwise.features",)
 """Modules that the writing process imports before it opens the store."""
 
@@ -61,6 +69,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.exports",
     "proxy.features.examples",  # the label `must` has a route of its own, before those of all labels
     "proxy.features.labels",
+    "proxy.features.roles",
     "proxy.features.forks",
     "proxy.features.policies.routes",
     "proxy.features.rewinds",
@@ -71,6 +80,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.limits.routes",
     "proxy.features.upstream.routes",
     "proxy.features.consent.routes",
+    "proxy.features.doctor",
 )
 """Modules with routes of the control plane; they are imported where the app is built, not for the settings."""
 
@@ -109,10 +119,11 @@ def served() -> Features:
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
     from proxy.features.transfers import MemoryLoader
+    from proxy.features.untrained import Untrained
     from proxy.features.upstream.routes import UpstreamClient
     from proxy.features.workers.worker import Workers
     from proxy.reload.parts import ReloadParts
     from proxy.services import Features
 
-    beside = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet)
-    return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), Inferred, shorten)
+    beside = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
+    return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), DIALECTS, Inferred, shorten)

@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 from proxy.calls.steps import CallStep
-from proxy.dialects.registry import HOSTED_TOOLS, ITEM_TYPES
+from proxy.dialects.messages import HOSTED_BLOCKS
+from proxy.dialects.response_items import HOSTED_ITEMS
 from proxy.dialects.translated import TranslatedCall
 
 if TYPE_CHECKING:
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
     from proxy.calls.capture import Running
     from proxy.metrics import Counted
 
+HOSTED_TOOLS = frozenset(
+    {
+        *("web_search", "web_search_preview", "file_search", "image_generation", "code_interpreter", "computer"),
+        *("computer_use_preview", "mcp", "local_shell", "shell", "apply_patch", "tool_search"),
+        *("programmatic_tool_calling", "web_fetch", "code_execution", "bash", "text_editor", "memory", "advisor"),
+        *("mcp_toolset", "retrieval", "mcpServers"),
+        *("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "googleMaps", "fileSearch"),
+        *("computerUse", "enterpriseWebSearch", "google_search", "url_context", "google_maps"),
+    }
+)
+"""Tools that OpenAI, Anthropic or Google run on their own servers: requests lose them. Each name is a label value of
+the metric; all other names count as `other`."""
+ITEM_TYPES = HOSTED_ITEMS | HOSTED_BLOCKS | {"thoughtSignature"}
+"""Types of items, blocks and parts that may be dropped; each is a label value of the metric."""
 MAX_TOOL_NAME = 64
 DROPPED_TOOLS = "x-turnwise-dropped-tools"
 """Reply header that names the tools which were removed from the request."""

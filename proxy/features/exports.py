@@ -13,9 +13,10 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from proxy.features.places import Places
+from proxy.features.session_filter import session_filter
 from proxy.routes.control import Caller, CheckedRoute, Here, Id
 from proxy.routes.declared import Routes
-from proxy.routes.sessions import GAMMA_UNUSED, session_filter
+from proxy.routes.sessions import GAMMA_UNUSED
 from proxy.services import Beside, Services
 from turnwise.chains import experience_json
 from turnwise.errors import InvalidRequest

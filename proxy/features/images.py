@@ -112,6 +112,7 @@ class Images(CallStep):
         self._metrics = services.metrics
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         services.take_media = self.take
+        services.own_arguments.add(FIELD)
         self._without_plugin: set[str] = set()
 
     @classmethod

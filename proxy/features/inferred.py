@@ -23,7 +23,7 @@ from proxy.sessions.place import Caller, CallPlace, Sessions, Unnamed, opened_by
 from proxy.sessions.roles import ASKS_FOR_SUMMARY, side_task
 from turnwise.features import inferred, summaries
 from turnwise.store.database import Connection
-from turnwise.types import Json, SessionStatus
+from turnwise.types import Json, Session, SessionStatus
 
 MAX_CANDIDATES = 16
 """Sessions with the same conversation that are compared, the newest ones."""
@@ -117,9 +117,8 @@ class Inferred(Unnamed):
 
         A call that names no session is looked for by it, before its session is known.
         """
-        asked, notes = call.body, call.notes
-        named_later = opened_by_call("", caller, call)
-        for enter in self.sessions.cache.live(named_later).entered:
+        asked, notes, named_later = call.body, call.notes, _named_later(caller)
+        for enter in self.sessions.cache.entered(named_later):
             enter(call, named_later, principal.root_key_id)
         try:
             return await self.sessions.conversations.read(call, principal, self.sessions.cache.fields_read)
@@ -148,7 +147,7 @@ class Inferred(Unnamed):
 
         A match in memory up to the last reply is used at once; otherwise the store may have a better one.
         """
-        digests = conversation.after_replies(conversation.full)
+        digests = _after_replies(conversation, conversation.full)
         if not digests:
             return None
         call_ids = repeated_calls(messages)
@@ -231,6 +230,17 @@ class Inferred(Unnamed):
         return found
 
 
+def _after_replies(conversation: ConversationDigests, digests: list[bytes]) -> list[bytes]:
+    """Return those of the digests that end with a reply, the longest conversation first."""
+    return [digests[end] for end in reversed(conversation.replies)]
+
+
+@functools.lru_cache(MAX_COMPARED)
+def _named_later(caller: Caller) -> Session:
+    tenant, _, policy_id = caller
+    return Session(session_id="", tenant=tenant, policy_id=policy_id)
+
+
 def _read_candidates(
     connection: Connection, caller: Caller, conversation: ConversationDigests
 ) -> tuple[bool, bytes, list[str]]:
@@ -243,9 +253,9 @@ def _read_candidates(
     """
     tenant, key_id, policy_id = caller
     find = functools.partial(inferred.sessions_of_conversation, connection, tenant, key_id, limit=MAX_CANDIDATES)
-    digest, session_ids = find(conversation.after_replies(conversation.full), policy_id=policy_id)
+    digest, session_ids = find(_after_replies(conversation, conversation.full), policy_id=policy_id)
     if session_ids:
         return False, digest, session_ids
-    find_dialogue = functools.partial(find, conversation.after_replies(conversation.dialogue), by="dialogue_digest")
+    find_dialogue = functools.partial(find, _after_replies(conversation, conversation.dialogue), by="dialogue_digest")
     digest, session_ids = find_dialogue(policy_id=policy_id)
     return True, *((digest, session_ids) if session_ids else find_dialogue(policy_id=None))

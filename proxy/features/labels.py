@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter, Response
+from pydantic import Field
 
 from proxy.routes.control import (
     Body,
@@ -10,7 +13,6 @@ from proxy.routes.control import (
     CheckedRoute,
     Here,
     Id,
-    LabelName,
     Text,
     answer,
     describe_answer,
@@ -20,6 +22,8 @@ from proxy.routes.declared import Routes
 from turnwise.features import labels
 from turnwise.features.labels import Label
 
+LabelName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^/\x00-\x1f\x7f]+$")]
+"""A label: one segment of a path."""
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 

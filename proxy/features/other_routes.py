@@ -10,7 +10,6 @@ from starlette.types import Receive, Scope
 
 from proxy.auth import Principal
 from proxy.calls.earlier import read_turns
-from proxy.dialects import registry
 from proxy.dialects.base import Action, Call, WireRoute
 from proxy.dialects.responses import Responses
 from proxy.dialects.translated import Translated
@@ -60,7 +59,7 @@ class CountEndpoint(Endpoint):
         body = self._dialect.merge_url(body, self._route, scope["path_params"], query_of(scope))
         assert isinstance(self._dialect, Translated)
         chat = self._dialect.count_request(body, failed_tool_text=settings.failed_tool_text)
-        call = registry.DIALECTS[0].parse(chat)
+        call = self._services.dialects[0].parse(chat)
         call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
         return call
 

@@ -24,16 +24,15 @@ from proxy.calls.capture import NOT_YET, Running
 from proxy.calls.earlier import read_turns
 from proxy.calls.retries import Attempt, request_digest
 from proxy.calls.steps import EVERY_CALL, WITH_KEY
-from proxy.dialects.base import MAX_MESSAGES, Call, Dialect, WireRoute
-from proxy.dialects.registry import SESSION_PREFIX
+from proxy.dialects.base import MAX_MESSAGES, SESSION_PREFIX, Call, Dialect, WireRoute
 from proxy.engines.engine import Engine
 from proxy.http import problems
 from proxy.http.asgi import JSON, SHORT_DIGITS, cancelled_when_client_leaves, parse_object, read_body, send_whole
 from proxy.http.connections import LEFT
 from proxy.sessions.conversation import has_media
 from proxy.sessions.identities import identify
-from turnwise.engine_plugin.images import FIELD
 from turnwise.errors import Overloaded, TurnwiseError
+from turnwise.types import Json
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -274,7 +273,6 @@ class SampleEndpoint(Endpoint):
         call, digest = await self._read(scope, receive, running)
         reply.call = running.call = call
         call.is_retry = is_marked
-        await self._choose_policy(call, principal)
         found = {EVERY_CALL, *headers, *(call.body.get("metadata") or ())}
         for marks, step in self._asked:
             if not marks.isdisjoint(found):
@@ -301,12 +299,6 @@ class SampleEndpoint(Endpoint):
         reply.headers[SESSION] = live.session.session_id
         return None
 
-    async def _choose_policy(self, call: Call, principal: Principal) -> None:
-        call.policy_id, pool = principal.policy_id, self._services.pool
-        is_own = any(engine.model == call.model for engine in pool.engines)
-        if not is_own or len(pool.policies) > 1:  # the name of an engine's model may be a policy's
-            await self._services.models.choose(call, principal)
-
     async def _read(self, scope: Scope, receive: Receive, running: Running) -> tuple[Call, bytes]:
         settings, principal = self._services.settings, running.principal
         raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=running.body)
@@ -319,20 +311,24 @@ class SampleEndpoint(Endpoint):
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, failed_tool_text=settings.failed_tool_text)
         if not Engine.own_fields.isdisjoint(call.body):
-            self._drop_fields(call)
+            call.body = self._without(Engine.own_fields, call.body)
         arguments = call.body.get("chat_template_kwargs")
-        if isinstance(arguments, dict) and FIELD in arguments:
-            self._services.metrics.dropped_fields.labels(FIELD).inc()
-            call.body["chat_template_kwargs"] = {name: arguments[name] for name in arguments if name != FIELD}
+        if isinstance(arguments, dict) and not self._services.own_arguments.isdisjoint(arguments):
+            call.body["chat_template_kwargs"] = self._without(self._services.own_arguments, arguments)
         call.dialect = self._dialect
         session_id = scope["path_params"].get("session_id")
         identify(call, session_id, running.request_headers, settings.ignored_ids, principal)
-        return call, request_digest(call, raw)
+        digest = request_digest(call, raw)
+        call.policy_id, pool = principal.policy_id, self._services.pool
+        is_own = any(engine.model == call.model for engine in pool.engines)
+        if not is_own or len(pool.policies) > 1:  # the name of an engine's model may be a policy's
+            await self._services.models.choose(call, principal)
+        return call, digest
 
-    def _drop_fields(self, call: Call) -> None:
-        for field in sorted(Engine.own_fields.intersection(call.body)):
+    def _without(self, own: frozenset[str] | set[str], fields: Json) -> Json:
+        for field in sorted(own.intersection(fields)):
             self._services.metrics.dropped_fields.labels(field).inc()
-        call.body = {field: value for field, value in call.body.items() if field not in Engine.own_fields}
+        return {field: value for field, value in fields.items() if field not in own}
 
 
 def query_of(scope: Scope) -> dict[str, str]:

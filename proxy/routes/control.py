@@ -192,8 +192,6 @@ def answer(content: object, *, status: int = 200) -> Response:
 TEXT = r"^[^\x00-\x1f\x7f]*$"
 """Text without control characters; PostgreSQL cannot store NUL."""
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=TEXT)]
-LabelName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^/\x00-\x1f\x7f]+$")]
-"""A label: one segment of a path."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]

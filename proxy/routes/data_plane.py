@@ -8,7 +8,6 @@ import orjson
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.types import Receive, Scope
 
-from proxy.dialects import registry
 from proxy.dialects.base import Action
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.http.connections import LEFT
@@ -35,7 +34,7 @@ class ModelsEndpoint(Endpoint):
 
     async def serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:  # noqa: ARG002  it has no body
         services, headers = self._services, dict(scope["headers"])
-        reply.dialect = dialect = registry.dialect_of_headers(headers, self._dialect)
+        reply.dialect = dialect = services.dialects.of_headers(headers, self._dialect)
         name = scope["path_params"].get("model")
         with cancelled_when_client_leaves(scope["extensions"][LEFT]):
             principal = await self._caller(dialect.normalise_headers(headers, query_of(scope)))

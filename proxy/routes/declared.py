@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
-from proxy.dialects import registry
-
 if TYPE_CHECKING:
     from proxy.dialects.base import Action, WireRoute
     from proxy.routes.calls import Endpoint
@@ -37,7 +35,7 @@ def endpoints(services: Services, kinds: Mapping[Action, type[Endpoint]]) -> lis
     """Return the routes of all formats whose action is one of these, with what serves each."""
     return [
         (route, kinds[route.action](services, dialect, route))
-        for dialect in registry.DIALECTS
+        for dialect in services.dialects
         for route in dialect.routes
         if route.action in kinds
     ]

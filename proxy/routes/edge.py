@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proxy.dialects.registry import dialect_of_path
 from proxy.http import problems
 from proxy.http.asgi import send_whole
 from proxy.http.connections import RefusedHead
@@ -87,7 +86,7 @@ class Edge:
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
             self._services.metrics.refused.labels(problems.code_of(error)).inc()
-            encoded = dialect_of_path(scope["path"], read).encode_error(status, body)
+            encoded = self._services.dialects.of_path(scope["path"], read).encode_error(status, body)
             await send_whole(outgoing, status, encoded, headers)
             return
         await self._app(scope, receive, outgoing)

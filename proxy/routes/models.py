@@ -19,10 +19,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from proxy.routes import operations, rewards, sessions
+from proxy.routes import operations, rewards
 from proxy.routes.control import PUBLIC
 from turnwise import parts
-from turnwise.processes.installation import Finding
 from turnwise.settings import field_docs
 from turnwise.store import extensions, keys
 from turnwise.store import turns as stored_turns
@@ -171,7 +170,6 @@ TurnAnswer = answer_model(
         "Its own reward lines and those of its step, in order of arrival.",
     ),
 )
-ChainRole = answer_model("ChainRole", sessions.ChainRole)
 ReadyAnswer = answer_model("ReadyAnswer", operations.Readiness)
 RewardsAnswer = page_model(
     "RewardsAnswer", answer_model("ReachedAnswer", rewards.Reached), "What became of each reward line."
@@ -188,7 +186,6 @@ NewKeyAnswer = answer_model(
 )
 
 KeyList = page_model("KeyList", ListedKey, "All keys of the tenant.")
-DoctorAnswer = page_model("DoctorAnswer", Finding, "The findings about this installation.")
 
 
 def schemas(of_features: Iterable[Callable[[], Iterable[type[Answer]]]] = ()) -> Json:

@@ -11,8 +11,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
-from proxy.dialects import registry
-from proxy.dialects.base import Action, Dialect, WireRoute
+from proxy.dialects.base import SESSION_PREFIX, Action, Dialect, WireRoute
 from proxy.routes.control import Body, Caller, answer, describe_answer
 from turnwise.settings import field_docs
 from turnwise.types import Json
@@ -76,9 +75,9 @@ def describe(app: FastAPI) -> Json:
     from proxy.routes import models
 
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    for dialect in registry.DIALECTS:
+    for dialect in app.state.dialects:
         for route in dialect.routes:
-            for prefix in ("", registry.SESSION_PREFIX):
+            for prefix in ("", SESSION_PREFIX):
                 operation = _operation(dialect, route, in_session=bool(prefix))
                 document["paths"].setdefault(prefix + _path(route), {})[route.method.lower()] = operation
     schemas = document["components"]["schemas"]

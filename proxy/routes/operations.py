@@ -1,4 +1,4 @@
-"""Routes for operators: liveness, readiness, metrics, and the doctor."""
+"""Routes for operators: liveness, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from fastapi.responses import PlainTextResponse
 
 from proxy.auth import ACTION_OF_ROUTE
 from proxy.metrics import STORED, Metrics
-from proxy.routes.control import (
-    Caller,
-    CheckedRoute,
-    Here,
-    answer,
-    caller,
-    describe_answer,
-    is_operator,
-    page,
-)
+from proxy.routes.control import Here, answer, caller, describe_answer, is_operator
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import ClientError, StoreError, StoreUnavailable
-from turnwise.processes import installation
 from turnwise.store import groups, trainer_reports, updates
 from turnwise.store.database import Connection
 
@@ -34,7 +24,6 @@ router = APIRouter(tags=["operations"])
 
 log = logging.getLogger(__name__)
 
-control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 OF_TENANTS = (b"turnwise_named_policy_version{", b"turnwise_trained_share{")
 StoredGauge = tuple[str, str, str]
 """Name of a gauge, and its label's name and value, empty where it has none."""
@@ -146,21 +135,6 @@ async def _read_store(
     except StoreError as error:
         return str(error), [], set()
     return None, trainers, shown
-
-
-@control.get("/doctor", responses=describe_answer("DoctorAnswer"))
-async def examine(services: Here, principal: Caller) -> Response:
-    """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token.
-
-    Of the trainers it names those of the tenant's own policies and of the default one; to keys of the tenant that owns
-    the model it names all.
-    """
-    settings = services.settings
-    tenant = None if await is_operator(services, principal) else principal.tenant
-    engines, database = settings.engine, settings.database.get_secret_value()
-    options = settings.engine_client_options()
-    of = engines, database, tenant, getattr(settings, "redactor", None)
-    return await asyncio.to_thread(lambda: page(installation.examine_running(*of, **options)))
 
 
 @router.get(

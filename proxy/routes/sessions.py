@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 import uuid
@@ -21,7 +20,6 @@ from proxy.routes.control import (
     Count,
     Here,
     Id,
-    LabelName,
     Number,
     RewardValue,
     Text,
@@ -35,37 +33,9 @@ from proxy.routes.control import (
 from proxy.routes.training_note import training_note
 from proxy.services import Services
 from proxy.sessions.identities import SESSION_ID, check_has_policy, check_id
-from turnwise.store import policies, selection, sessions, statements, turns
+from turnwise.store import policies, sessions, statements, turns
 from turnwise.store.database import Connection
-from turnwise.store.selection import SessionFilter
-from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
-
-
-def session_filter(
-    principal: Caller,
-    task_id: Id | None = None,
-    group_id: Id | None = None,
-    split: Split | None = None,
-    status: SessionStatus | None = None,
-    user_id: Id | None = None,
-    train: Annotated[bool | None, Query(description="Whether it may be trained.")] = None,
-    label: LabelName | None = None,
-    policy: Annotated[Text | None, Query(description="Name of the policy that samples.")] = None,
-    metadata: Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")] = None,
-) -> SessionFilter:
-    return SessionFilter(
-        tenant=principal.tenant,
-        task_id=task_id,
-        group_id=group_id,
-        split=split,
-        status=status,
-        user_id=user_id,
-        train=train,
-        label=label,
-        policy=policy,
-        metadata=metadata,
-    )
-
+from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
@@ -138,20 +108,6 @@ def check_fields(wanted: NewSession, services: Services) -> None:
             except ValueError as refused:
                 error |= {"type": "value_error", "msg": str(refused)}
         raise RequestValidationError([error])
-
-
-class WantedRole(Body):
-    """The new role of a chain."""
-
-    role: Role
-
-
-@dataclasses.dataclass(slots=True)
-class ChainRole:
-    """The role of a chain, and its turns."""
-
-    role: Role
-    turn_ids: list[str]
 
 
 class EndRequest(Body):
@@ -254,15 +210,6 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 def _turns_json(connection: Connection, views: Sequence[turns.TurnView]) -> list[Json]:
     names = policies.names_of_policies(connection)
     return [turn_json(view) | {"policy": names.get(view.turn.policy_id)} for view in views]
-
-
-@router.post("/turns/{turn_id}/role", responses=describe_answer("ChainRole"))
-async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
-    """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
-    holder = await services.database.fetch(selection.session_of_turn, principal.tenant, turn_id, principal.session_id)
-    turn_ids = await services.writer.do(turns.set_chain_role, principal.tenant, turn_id, wanted.role)
-    services.forget_session(principal.tenant, holder)
-    return answer(ChainRole(wanted.role, turn_ids))
 
 
 FIXED_REASON = re.compile(r"exit_status_-?\d{1,3}|timeout|error|interrupted")

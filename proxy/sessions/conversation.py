@@ -98,10 +98,6 @@ class ConversationDigests:
     """What the template distinguishes each message by, up to the turn that was extended last; may be shorter than the
     messages."""
 
-    def after_replies(self, digests: list[bytes]) -> list[bytes]:
-        """Return those of the digests that end with a reply, the longest conversation first."""
-        return [digests[end] for end in reversed(self.replies)]
-
     def extend(self, messages: Iterable[Json]) -> None:
         """Add the next messages."""
         for message in messages:

@@ -208,7 +208,11 @@ class SessionCache(LiveSessions):
 
     def live(self, session: Session) -> LiveSession:
         """Return a session as it is in memory, without its turns."""
-        return LiveSession(session, tuple(filter(None, (each(session) for each in self._entering))))
+        return LiveSession(session, self.entered(session))
+
+    def entered(self, session: Session) -> tuple[Enter, ...]:
+        """Return what changes the calls of a session."""
+        return tuple(filter(None, (each(session) for each in self._entering)))
 
     async def find_stored(self, tenant: str, session_id: str) -> LiveSession | None:
         """Return the session with this id from memory or from the store; None if there is none."""

@@ -33,13 +33,13 @@ from proxy.sessions.conversation import (
 )
 from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
-from proxy.sessions.memory import TRUNCATION, Enter, LiveSession, SessionCache
+from proxy.sessions.memory import TRUNCATION, Enter, LiveSession, SessionCache, known_turn
 from proxy.sessions.rendering import UNCOUNTED_BYTES, RenderThreads, check_fits
 from proxy.sessions.template import ChatTemplate, Continued, Unsafe
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import NewTurn
-from turnwise.errors import Conflict, PromptTooLong
+from turnwise.errors import Conflict
 from turnwise.sampling import NUMBERS, with_numbers
 from turnwise.store import conversations
 from turnwise.store.database import Database
@@ -358,30 +358,6 @@ class Sessions:
         conversation.kinds = kinds
         return between
 
-    async def continued_length(self, call: Call, principal: Principal) -> int | None:
-        """Return the number of prompt tokens of a call that would extend a stored turn; None if it extends none.
-
-        It stores nothing: a session that does not exist is not created.
-        """
-        caller, live, inferred_by = (principal.tenant, principal.key_id, call.policy_id), None, None
-        if principal.session_id is not None:
-            live = await self.cache.find_own(principal)
-        elif call.session_id is not None:
-            live = await self.cache.find_stored(principal.tenant, call.session_id)
-        else:
-            live, inferred_by = await self.unnamed.find(call, principal, caller), principal.key_id
-        if live is None or live.session.status is not SessionStatus.OPEN:
-            return None
-        place = await self.place_in(live, call, principal, inferred_by)
-        try:
-            await self.plan(place, call)
-        except PromptTooLong:
-            return None
-        finally:
-            self.release(place)
-        # The engine alone knows how many tokens content takes that is not text.
-        return None if place.prompt is None or call.media is not None else place.prompt.num_ids
-
     def release(self, place: CallPlace, *, has_failed: bool = False) -> None:
         """Release the turn that a call has reserved, after the call has ended; keep the session of one that failed."""
         if has_failed and place.repeated_by is not None:
@@ -392,13 +368,32 @@ class Sessions:
             if not self.reserved[turn_id]:
                 del self.reserved[turn_id]
 
-    def remember(self, place: CallPlace, turns: list[KnownTurn]) -> None:
-        """Add the committed turns of a call, so that the next call can extend them."""
-        self.cache.add_turns(place.live, turns)
-        if place.reserved is not None and any(not turn.is_aborted for turn in turns):
+    def remember(
+        self, place: CallPlace, turns: Iterable[NewTurn], root: tuple[str | None, bytes] | None = None
+    ) -> list[KnownTurn]:
+        """Add the committed turns of a call, so that the next call can extend them; return them as they are kept.
+
+        `root` is what its messages show about a new chain, if that was read before.
+        """
+        sent, before, known = place.prompt, place.conversation.messages, []
+        for turn in turns:
+            if not len(turn.token_ids):
+                continue
+            parent = None if turn.parent_turn_id is None else place.parent
+            ids, ids_before = ids_as_text(turn.token_ids), None
+            if parent is not None and sent is not None:  # the ids after the parent's are one piece
+                ids_before = sent if not len(turn.prompt_delta) else sent.before
+                ids = ids if not len(turn.prompt_delta) else sent.piece + b"," + ids
+            elif turn.encoded_prompt:  # a piece of its own, because a long one would be copied
+                ids_before = encoded(turn.encoded_prompt, turn.prompt_length)
+            tokens = encoded(ids, turn.prompt_length + len(turn.token_ids), ids_before)
+            known.append(known_turn(turn, parent, before[-1] if before else b"", root=root, tokens=tokens))
+        self.cache.add_turns(place.live, known)
+        if place.reserved is not None and any(not turn.is_aborted for turn in known):
             place.reserved.has_child = True
         if place.inferred_by is not None:
-            self.unnamed.remember(place.inferred_by, place.live, turns)
+            self.unnamed.remember(place.inferred_by, place.live, known)
+        return known
 
 
 def opened_by_call(session_id: str, caller: Caller, call: Call) -> Session:

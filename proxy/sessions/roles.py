@@ -133,7 +133,8 @@ def find_role(
         if known == ASKS_FOR_SUMMARY or (known is None and _asks_for(COMPACTION, _last_text(call.messages))):
             return Role.SUMMARY, COMPACTION_PROMPT
         is_after = _asks_for(COMPACTION, _last_text(call.messages[parent.num_messages - 2 : parent.num_messages - 1]))
-        return continued_role(parent, forest), AFTER_SUMMARY if is_after else "extends"
+        role = parent.role if parent.role is not Role.RETRY else continued_role(parent, forest)
+        return role, AFTER_SUMMARY if is_after else "extends"
     if known == ASKS_FOR_SUMMARY:
         return Role.SUMMARY, ASKS_FOR_SUMMARY
     if call.agent_id is not None:

@@ -1,17 +1,21 @@
 """The conversations of calls, for tests without an event loop."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import orjson
 
 from proxy.dialects.base import Call, template_arguments
-from proxy.sessions.conversation import NO_FIELDS, ConversationDigests, context_digest
-from turnwise.types import Json
-
-
-def digest_history(messages: list[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> ConversationDigests:
-    conversation = ConversationDigests(context, fields, num_bytes=len(orjson.dumps(messages)) - 1)
-    conversation.extend(messages)
-    return conversation
+from proxy.sessions.conversation import ConversationDigests, context_digest
 
 
 def conversation_of(call: Call) -> ConversationDigests:
-    return digest_history(call.messages, context_digest(call.tools, template_arguments(call.body)))
+    context = context_digest(call.tools, template_arguments(call.body))
+    conversation = ConversationDigests(context, num_bytes=len(orjson.dumps(call.messages)) - 1)
+    conversation.extend(call.messages)
+    return conversation
+
+
+def new_chain() -> Any:
+    """Return what an engine needs of the place of a call that extends nothing."""
+    return SimpleNamespace(prompt=None)

@@ -17,6 +17,7 @@ from proxy.features.page import summaries, turns
 from proxy.features.page.beside import Page
 from proxy.features.page.summaries import Summary, UpdateSummary, summarise_sessions
 from proxy.features.page.web import PageFiles
+from proxy.features.session_filter import session_filter
 from proxy.http.connections import CLOSING
 from proxy.routes.control import (
     Caller,
@@ -31,7 +32,6 @@ from proxy.routes.control import (
     with_columns,
 )
 from proxy.routes.declared import Routes
-from proxy.routes.sessions import session_filter
 from proxy.services import Services
 from turnwise.errors import ClientError, StoreError
 from turnwise.features.page import overview, search, updates

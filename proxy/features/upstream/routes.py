@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter
 from starlette.types import Receive, Scope
 
-from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.engines.engine import CONNECT_SECONDS
 from proxy.engines.http_client import Access, Answer, AnswerTooLong, Disconnected, HttpClient
@@ -102,7 +101,7 @@ class UpstreamEndpoint(Endpoint):
 
 
 def _endpoints(services: Services) -> list[tuple[WireRoute, Endpoint]]:
-    return [(route, UpstreamEndpoint(services, registry.DIALECTS[0], route)) for route in UPSTREAM_ROUTES]
+    return [(route, UpstreamEndpoint(services, services.dialects[0], route)) for route in UPSTREAM_ROUTES]
 
 
 ROUTES = Routes(router=APIRouter(), actions={}, endpoints=_endpoints)

@@ -8,12 +8,11 @@ import pytest
 from fastapi.testclient import TestClient
 from support.in_process import in_process_proxy
 
-from proxy.dialects import registry
+from proxy import features
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
 from proxy.features.upstream.routes import UpstreamEndpoint
 from proxy.routes.calls import SampleEndpoint
-from proxy.sessions.place import Sessions
 
 
 class Shouted(ChatCompletions):
@@ -35,7 +34,7 @@ class Shouted(ChatCompletions):
 
 @pytest.fixture
 def client(tmp_path, monkeypatch) -> Iterator[TestClient]:
-    monkeypatch.setattr(registry, "DIALECTS", (*registry.DIALECTS, Shouted()))
+    monkeypatch.setattr(features, "DIALECTS", (*features.DIALECTS, Shouted()))
     with in_process_proxy(tmp_path) as (client, _):
         yield client
 
@@ -67,7 +66,7 @@ def test_an_unexpected_error_is_answered_in_the_shape_of_its_dialect_and_logged(
     async def fail(*_: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(Sessions, "continued_length", fail)
+    monkeypatch.setattr("proxy.features.lengths.continued_length", fail)
     monkeypatch.setattr(UpstreamEndpoint, "serve", fail)
     monkeypatch.setattr(SampleEndpoint, "serve", fail)
     body = {"messages": [{"role": "user", "content": "Hello."}], "model": "fake", "max_tokens": 1}

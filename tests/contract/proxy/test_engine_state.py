@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.conversations import conversation_of
+from support.conversations import new_chain
 from support.in_process import in_process_proxy
 from support.ports import free_port
 from support.waiting import WAIT_SECONDS
@@ -23,8 +23,6 @@ from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, EngineState, without
 from proxy.engines.http_client import Answer
 from proxy.engines.pool import EnginePool
 from proxy.metrics import Metrics
-from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import CallPlace
 from turnwise.errors import EngineUnavailable
 from turnwise.store.database import Database
 from turnwise.types import Session
@@ -163,10 +161,9 @@ async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engi
 
 
 async def sent(engine: Engine) -> Answer:
-    call, live = ChatCompletions().parse({"messages": [{"role": "user", "content": "Hello."}]}), LiveSession(SESSION)
+    call = ChatCompletions().parse({"messages": [{"role": "user", "content": "Hello."}]})
     call.messages_json = json.dumps(call.messages).encode()
-    place = CallPlace(live, live.session, live.forests[0], conversation_of(call))
-    return await engine.sample(call, place, "fake", {"content-type": "application/json"})
+    return await engine.sample(call, new_chain(), "fake", {"content-type": "application/json"})
 
 
 class SilentServer:

@@ -8,22 +8,20 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.conversations import conversation_of
-from support.ledger_samples import add_session
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.features.inferred import Inferred, SessionIds
+from proxy.features.lengths import continued_length
 from proxy.metrics import Metrics
 from proxy.sessions import memory
-from proxy.sessions.forest import KnownTurn, encode_ids
 from proxy.sessions.place import CallPlace, Sessions
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
+from proxy.writer.process import NewTurn
 from turnwise.errors import Conflict
 from turnwise.features import retention
-from turnwise.store import conversations
 from turnwise.store.database import Connection, Database
 from turnwise.store.rows import to_micros
 from turnwise.store.selection import SessionFilter
@@ -77,17 +75,19 @@ async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) ->
 
 
 def replied(sessions: Sessions, place: CallPlace, call: Call) -> None:
-    live = place.live
-    full, messages, dialogue = conversation_of(call).extended(REPLY)
-    turn = KnownTurn(
-        turn_id=f"{live.session.session_id}-{len(call.messages)}",
-        parent_turn_id=None,
+    session, (full, messages, dialogue) = place.session, place.conversation.extended(REPLY)
+    turn = NewTurn(
+        turn_id=f"{session.session_id}-{len(call.messages)}",
+        session_id=session.session_id,
+        session_created_at=session.created_at,
         chain_id="c",
-        num_messages=len(call.messages) + 1,
+        model="m",
+        messages=call.messages,
+        response=REPLY,
+        token_ids=np.zeros(1, np.int32),
         history_digest=full,
         messages_digest=messages,
         dialogue_digest=dialogue,
-        tokens=encode_ids(np.zeros(1, np.int32)),
     )
     sessions.remember(place, [turn])
 
@@ -106,49 +106,6 @@ async def test_a_conversation_that_is_not_in_memory_is_read_once(sessions: Sessi
     reads = database.num_reads
     await found(sessions, call_of(HELLO, REPLY, HELLO, REPLY, HELLO))
     assert database.num_reads == reads + 1
-
-
-async def test_a_call_that_names_its_session_belongs_to_it_for_any_conversation(sessions: Sessions):
-    first = call_of(HELLO)
-    replied(sessions, await found(sessions, first), first)
-    named = await found(sessions, call_of(HELLO, REPLY, HELLO, session_id="named"))
-    assert (named.live.session.session_id, named.inferred_by) == ("named", None)
-
-
-@pytest.fixture
-def read_turns(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    reads: list[list[str]] = []
-    unknown_turns = conversations.unknown_turns
-
-    def counted(*arguments, **options):
-        found = unknown_turns(*arguments, **options)
-        reads.append([turn.turn_id for turn in found[0]])
-        return found
-
-    monkeypatch.setattr(conversations, "unknown_turns", counted)
-    return reads
-
-
-async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
-    writer: Writer, database: CountedReads, read_turns: list[list[str]]
-):
-    """There is memory for one session."""
-    sessions = Sessions(database, writer, ProxySettings(cache_bytes=0), Metrics(), unnamed=Inferred)
-    stored = [add_session(database, name, turns=3) for name in ("long", "other")]
-    first = await sessions.cache.open(stored[0])
-    await sessions.cache.open(stored[1])
-    again = await sessions.cache.open(stored[0])
-    assert again is not first
-    assert len(read_turns) == 3
-    assert list(again.by_id()) == ["long-t1", "long-t2", "long-t3"]
-    for turn_id, turn in first.by_id().items():
-        same = again.by_id()[turn_id]
-        assert (same.history_digest, same.prompt_digest, same.num_messages, same.has_child) == (
-            turn.history_digest,
-            turn.prompt_digest,
-            turn.num_messages,
-            turn.has_child,
-        )
 
 
 def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
@@ -261,7 +218,7 @@ async def test_a_session_that_another_proxy_has_deleted_is_created_anew_and_foun
     assert again.created_at > named.created_at
     assert (await found(sessions, call_of(HELLO, session_id="named"))).live.session == again
     sessions.cache.drop(place.live.key)
-    assert await sessions.continued_length(call_of(HELLO, REPLY, HELLO), AGENT) is None
+    assert await continued_length(sessions, call_of(HELLO, REPLY, HELLO), AGENT) is None
     with database.read() as connection:
         listed, _ = list_sessions(connection, SessionFilter())
     assert [session.session_id for session in listed] == ["named"]

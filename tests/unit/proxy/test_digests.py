@@ -1,14 +1,12 @@
 """When two conversations count as equal, in whatever form a client writes them."""
 
 import pytest
-from support.conversations import digest_history
 
 from proxy.sessions.conversation import (
     CALL_IDS,
     CALL_TEXT,
     NAME,
     canonical_arguments,
-    context_digest,
     has_media,
     message_digest,
 )
@@ -85,29 +83,6 @@ def test_names_and_ids_count_where_the_template_prints_them(field, one, other):
 )
 def test_fields_that_templates_read_change_the_digest(one, other):
     assert message_digest(one) != message_digest(other)
-
-
-def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    reply = assistant(content="A")
-    before = digest_history(messages, b"")
-    after = digest_history([*messages, reply, {"role": "user", "content": "V"}], b"")
-    assert before.full == after.full[:2]
-    assert before.extended(reply) == (after.full[2], after.messages[2], after.dialogue[2])
-
-
-def test_tools_change_only_the_full_digest_and_system_messages_do_not_change_the_dialogue_digest():
-    tools = context_digest([{"type": "function", "function": {"name": "f"}}], {})
-    user = {"role": "user", "content": "U"}
-    bare = digest_history([user], b"")
-    with_tools = digest_history([user], tools)
-    with_system = digest_history([{"role": "system", "content": "S"}, user], b"")
-    assert with_tools.full != bare.full
-    assert with_tools.messages == bare.messages
-    assert with_system.messages[-1] != bare.messages[-1]
-    assert with_system.dialogue[-1] == bare.dialogue[-1]
-    assert context_digest(None, {}) == b""
-    assert context_digest(None, {"enable_thinking": False}) != b""
 
 
 def test_media_is_anything_that_is_not_text():

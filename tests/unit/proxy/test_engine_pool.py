@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support.conversations import conversation_of
+from support.conversations import new_chain
 
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, EngineState, Lane
@@ -13,8 +13,6 @@ from proxy.engines.pool import EnginePool
 from proxy.features.page.activity import MAX_WAITING, ActivityRecorder
 from proxy.metrics import Metrics
 from proxy.reload.loader import is_own_model
-from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import CallPlace
 from turnwise.adapter_names import adapter_name, is_adapter_name, own_version
 from turnwise.errors import InvalidRequest, StoreError
 from turnwise.features.page.activity import Activity
@@ -118,11 +116,11 @@ def test_an_adapters_name_tells_its_version_to_its_own_database_alone():
 
 async def test_an_engine_counts_as_lora_enabled_from_its_first_adapter(pool):
     """Without the probe there is no other way to detect it."""
-    engine, live = pool.engines[0], LiveSession(SESSIONS[0])
+    engine = pool.engines[0]
     engine.adapters[3] = Lane(engine, 3, "third")
     call = ChatCompletions().parse({"echo": True})
     with pytest.raises(InvalidRequest, match="LoRA"):
-        await engine.sample(call, CallPlace(live, live.session, live.forests[0], conversation_of(call)), "", {})
+        await engine.sample(call, new_chain(), "", {})
 
 
 async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):

@@ -7,8 +7,8 @@ import numpy as np
 import orjson
 import pytest
 
+from proxy import features
 from proxy.auth import Principal
-from proxy.dialects import registry
 from proxy.dialects.base import Dialect
 from proxy.dialects.chat import ChatCompletions
 from proxy.sessions.conversation import (
@@ -173,8 +173,8 @@ def body_of(dialect: Dialect, num_messages: int) -> Json:
 
 @pytest.mark.parametrize(
     "dialect",
-    [each for each in registry.DIALECTS if each.name != "completions"],
-    ids=[each.name for each in registry.DIALECTS if each.name != "completions"],
+    [each for each in features.DIALECTS if each.name != "completions"],
+    ids=[each.name for each in features.DIALECTS if each.name != "completions"],
 )
 def test_every_dialect_digests_only_the_messages_that_are_new(dialect, monkeypatch):
     """The history and the engine's messages are those of a call that nothing is known of."""

@@ -5,17 +5,15 @@ import dataclasses
 import gc
 import json
 import weakref
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Send
-from support.conversations import conversation_of
+from support.conversations import new_chain
 
 from proxy.calls.capture import EventBuffer, Running, take_events
-from proxy.calls.retries import Attempt
 from proxy.dialects.base import Captured, Dialect, event
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.gemini import Gemini
@@ -24,10 +22,8 @@ from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.engines.engine import Engine, Lane
 from proxy.routes.calls import ReplySender
-from proxy.sessions.memory import LiveSession
-from proxy.sessions.place import CallPlace
 from proxy.writer.frames import Link, frame
-from turnwise.types import Json, Session
+from turnwise.types import Json
 
 TRAPS = [
     '"},"logprobs":{',
@@ -104,14 +100,9 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 
 
 def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
-    call = dialect.parse(body)
-    live = LiveSession(Session(session_id="s", tenant="team"))
-    place = CallPlace(live, live.session, live.forests[0], conversation_of(call))
-    attempt = Attempt(("team", "", "s"), None, b"", ("", True), (), "call", f"{dialect.id_prefix}call", Future())
-    state = Running(call=call, place=place, attempt=attempt)
     engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
-    return state, Lane(engine)
+    return Running(call=dialect.parse(body), place=new_chain()), Lane(engine)
 
 
 def captured(state: Running) -> Json:
