@@ -1,6 +1,7 @@
 """`make screenshots`: pictures of the page's views into docs/images/, of a small run over a fake engine.
 
-`make screenshots ARGS=http://127.0.0.1:PORT` takes those of a run of `make demo` while it lasts.
+`make screenshots ARGS=LINK` takes those of a run of `make demo`, where LINK is the page's with its key: the demo prints
+it, and so does `turnwise up` over the demo's database later.
 """
 
 import dataclasses
@@ -60,14 +61,15 @@ SHOTS: dict[str, tuple[str, str, Any]] = {
 @dataclasses.dataclass(frozen=True)
 class Running:
     url: str
+    key: str = ""
 
 
 def main() -> None:
-    """Make the pictures of the small run, or those of the proxy at the address that is given."""
+    """Make the pictures of the small run, or those of the proxy whose page's link is given."""
     IMAGES.mkdir(exist_ok=True)
     if len(sys.argv) > 1:
         with running_browser() as browser:
-            take_all(browser, Running(sys.argv[1].rstrip("/")), DEMO_SHOTS)
+            take_all(browser, running_at(sys.argv[1]), DEMO_SHOTS)
         return
     with tempfile.TemporaryDirectory() as temporary, running_fake_engine() as engine, running_browser() as browser:
         directory = Path(temporary)
@@ -76,20 +78,32 @@ def main() -> None:
             take_all(browser, proxy, SHOTS)
 
 
+def running_at(link: str) -> Running:
+    """Return the proxy of a page's link.
+
+    Raises:
+        SystemExit: the link has no key, and pictures would show that one is asked for.
+    """
+    url, _, key = link.partition("/#key=")
+    if not key:
+        raise SystemExit(f"{link!r} has no key: give the whole link that the demo prints, such as {url}/#key=tw-…")
+    return Running(url, key)
+
+
 def take_all(browser: Any, proxy: RunningProxy | Running, shots: dict[str, tuple[str, str, Any]]) -> None:
     for name, (address, scheme, prepare) in shots.items():
         options = {"viewport": {"width": 1080, "height": 720}, "color_scheme": scheme}
         with visit(browser, proxy, **options) as window:
-            take(window, address, prepare, IMAGES / f"{name}.png")
+            take(window, address, prepare, IMAGES / f"{name}.png", getattr(proxy, "key", ""))
 
 
-def take(window: Visit, address: str, prepare: Any, target: Path) -> None:
-    """Make one picture.
+def take(window: Visit, address: str, prepare: Any, target: Path, key: str) -> None:
+    """Make one picture, as whoever has the key.
 
     Raises:
         SystemExit: it is larger than `MAX_BYTES`.
     """
-    page = window.open(address)
+    page = window.open(address, key=key)
     if address in ("", "#runs"):
         page.locator(".chart canvas").first.wait_for()
     if address == "":

@@ -42,10 +42,13 @@ class Visit:
         self.page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.console.append(str(error)))
 
-    def open(self, address: str = "", *, is_live: bool = True) -> Any:
-        """Go to a view and wait until it is shown, and until changes are received."""
+    def open(self, address: str = "", *, is_live: bool = True, key: str = "") -> Any:
+        """Go to a view, with a key where the page asks for one, and wait until it is shown and receives changes."""
         self.page.goto("about:blank")
         self.page.goto(f"{self._proxy.url}/{address}")
+        if key:
+            self.page.fill("#key", key)
+            self.page.press("#key", "Enter")
         self.page.wait_for_selector("main[aria-busy=false] > *")
         if is_live:
             self.page.wait_for_selector("#live .good")
