@@ -1,6 +1,7 @@
 """The Kubernetes manifests: each fits the API's schema, and their commands fit this release."""
 
 import importlib
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from turnwise.processes.engine_command import EngineSettings, build_command
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "deploy" / "kubernetes"
 KUSTOMIZATION = yaml.safe_load((PLACE / "kustomization.yaml").read_text(encoding="utf-8"))
+RAY = ROOT / "deploy" / "ray"
+RAY_JOB = {"entrypoint", "submissionMode", "backoffLimit", "rayClusterSpec"}
+RAY_CLUSTER = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+RAY_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+"""Fields of KubeRay's `ray.io/v1` that the job may have; all but the pods is compared with these names alone."""
 KUBERNETES_VERSIONS = ("1.31", "1.37")
 """The oldest and the newest release whose schemas the manifests are checked against."""
 
@@ -66,6 +72,49 @@ def test_our_image_is_tagged_with_the_release_and_vllms_with_the_one_of_compose(
     assert f"{project['name']}:{project['version']}" in images
     (engine,) = [image for image in images if "vllm" in image]
     assert f"{{VLLM_IMAGE:-{engine}}}" in compose
+
+
+def ray_job() -> dict[str, Any]:
+    job: dict[str, Any] = yaml.safe_load((RAY / "kuberay.yaml").read_text(encoding="utf-8"))
+    return job
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_the_pods_of_the_ray_job_fit_the_schema_of_the_api_and_the_rest_has_kuberays_fields(version):
+    kubernetes_validate = importlib.import_module("kubernetes_validate")
+    network = yaml.safe_load((RAY / "network.yaml").read_text(encoding="utf-8"))
+    kubernetes_validate.validate(network, version, strict=True)
+    job = ray_job()
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert job["spec"].keys() <= RAY_JOB
+    assert cluster.keys() <= RAY_CLUSTER
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group.keys() <= RAY_GROUP
+        assert all(isinstance(each, str) for each in group["rayStartParams"].values())
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}} | {"spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, version, strict=True)
+        (container,) = pod["spec"]["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["spec"]["volumes"]}
+        labels = group["template"]["metadata"]["labels"]
+        assert network["spec"]["podSelector"]["matchLabels"] == labels
+    made = {one["metadata"]["name"] for one in RENDERED if one["kind"] == "PersistentVolumeClaim"}
+    assert made == {
+        each["persistentVolumeClaim"]["claimName"] for each in pod["spec"]["volumes"] if "persistentVolumeClaim" in each
+    }
+
+
+def test_the_ray_job_starts_the_file_beside_it_with_an_engine_of_this_release():
+    kustomization = yaml.safe_load((RAY / "kustomization.yaml").read_text(encoding="utf-8"))
+    words = shlex.split(ray_job()["spec"]["entrypoint"])
+    (generated,) = kustomization["configMapGenerator"]
+    assert generated["files"] == [Path(words[1]).name]
+    assert (RAY / words[1].rpartition("/")[2]).is_file()
+    assert all((RAY / name).is_file() for name in kustomization["resources"])
+    engine = [word.format(host="127.0.0.1", port=8000) for word in words[words.index("--") + 2 :]]
+    result = invoke(*engine, "--dry-run")
+    assert result.exit_code == 0, result.output
 
 
 @each_workload
