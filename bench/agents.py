@@ -71,6 +71,9 @@ class Seen:
     failed: int = 0
     most_in_flight: int = 0
     prompt_tokens: int = 0
+    reply_tokens: int = 0
+    first_tokens: int = 0
+    """Prompt tokens of calls that are the first of their session, and so all new."""
 
 
 class Load:
@@ -101,6 +104,7 @@ class Agent:
         self._url = f"{url}/v1/chat/completions"
         self._load = load
         self._chance = random.Random(given.seed * 100_003 + number)
+        self._begun = ""
 
     async def play(self, http: aiohttp.ClientSession) -> None:
         """Play until the load stops; the agents start spread over one pause, or over most of the warm-up."""
@@ -167,6 +171,10 @@ class Agent:
         answer = orjson.loads(raw)
         seen.seconds[answer["id"]] = time.perf_counter() - started
         seen.prompt_tokens += len(body) // CHARACTERS_PER_TOKEN
+        seen.reply_tokens += size
+        if session_id != self._begun:
+            self._begun = session_id
+            seen.first_tokens += len(body) // CHARACTERS_PER_TOKEN
         if len(seen.seconds) >= self._given.turns:
             self._load.stop.set()
         message: dict[str, Any] = answer["choices"][0]["message"]
@@ -229,10 +237,14 @@ async def play_all(server: Server | Peer, given: argparse.Namespace) -> dict[str
     added = [seconds - engine_seconds.get(reply, 0.0) for reply, seconds in seen.seconds.items()]
     return {
         "turns": num_turns,
+        "ended_turns": len(seen.seconds),
         "turns_per_second": num_turns / elapsed,
         "mean_prompt_tokens": seen.prompt_tokens / max(len(seen.seconds), 1),
+        "mean_reply_tokens": seen.reply_tokens / max(len(seen.seconds), 1),
+        "mean_first_tokens": seen.first_tokens / max(len(seen.seconds), 1),
         **{f"{name}_cpu_ms": seconds / max(num_turns, 1) * 1e3 for name, seconds in spent.items()},
         "serving_share_of_a_core": spent["serving"] / elapsed,
+        "call_mean_ms": statistics.fmean(seen.seconds.values()) * 1e3 if seen.seconds else 0.0,
         **quantiles("call", list(seen.seconds.values())),
         **(proxy_adds := quantiles("added", added)),
         "added_p99_to_p50": proxy_adds["added_p99_ms"] / max(proxy_adds["added_p50_ms"], 1e-3),

@@ -25,7 +25,7 @@ MAX_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
 ASKS_FOR_IDS = b'"return_token_ids":'
 ASKS_FOR_LOGPROBS = b'"logprobs":'
 SEARCHED_BYTES = 64 * 2**10
-"""Bytes at the end of a request in which `max_tokens` is looked for."""
+"""Bytes before the ids, or the end, of a request in which `max_tokens` is looked for."""
 NUM_EVENTS = 20
 """Chunks of a streamed reply."""
 
@@ -84,7 +84,8 @@ class LongEngine:
     def _chat(self, body: bytes, request_id: bytes) -> tuple[bytes, bytes]:
         at = body.find(IDS)
         self._num_calls += 1
-        asked = MAX_TOKENS.search(body, max(0, len(body) - SEARCHED_BYTES))
+        end = at if at >= 0 else len(body)  # the proxy writes the ids behind what its client has sent
+        asked = MAX_TOKENS.search(body, max(0, end - SEARCHED_BYTES), end)
         self._num_tokens = int(asked[1]) if asked else self._default_tokens
         if at >= 0:
             prompt = body[at + len(IDS) - 1 : body.index(b"]", at) + 1]

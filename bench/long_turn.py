@@ -94,7 +94,7 @@ class Server:
         directory: Path = HERE,
     ) -> None:
         self.url = url
-        self._directory = directory
+        self.directory = directory
         self.engine_pid = engine_pid
         self.engine_url = engine_url
         self._address = urlsplit(url).netloc
@@ -137,7 +137,7 @@ class Server:
 
     def database_bytes(self) -> int:
         """Return the size of the database's files."""
-        return sum(path.stat().st_size for path in self._directory.glob("bench.db*"))
+        return sum(path.stat().st_size for path in self.directory.glob("bench.db*"))
 
     def cpu(self) -> tuple[float, float]:
         """Return the CPU time of the serving processes and of the writing processes."""
