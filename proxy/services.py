@@ -233,7 +233,6 @@ class Services:
         )
 
     def _reloader(self, faults: FaultPoints) -> Reloader:
-        confirm = self.process.confirm
         return Reloader(
             self.database,
             self.writer,
@@ -242,8 +241,10 @@ class Services:
             self.metrics,
             check_engine=self._check_engine,
             faults=faults,
-            announce=lambda engine: confirm(ANNOUNCE_SECONDS, "weights", engine.url, str(engine.loaded_version)),
-            confirm=confirm,
+            announce=lambda engine: self.process.confirm(
+                ANNOUNCE_SECONDS, "weights", engine.url, str(engine.loaded_version)
+            ),
+            confirm=self.process.confirm,
             files=VersionFiles(self.reading),
             parts=self._features.reload,
         )

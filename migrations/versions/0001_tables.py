@@ -38,6 +38,11 @@ CREATE TABLE idempotency (tenant TEXT NOT NULL, session_id TEXT NOT NULL, "key" 
     CONSTRAINT pk_idempotency PRIMARY KEY (tenant, session_id, "key"));
 CREATE TABLE leases (name TEXT NOT NULL, owner TEXT NOT NULL, fencing_token BIGINT NOT NULL,
     expires_at BIGINT NOT NULL, CONSTRAINT pk_leases PRIMARY KEY (name));
+CREATE TABLE limit_holders (tenant TEXT NOT NULL, key_id TEXT NOT NULL, holder TEXT NOT NULL,
+    num_calls INTEGER NOT NULL, num_needed INTEGER NOT NULL, expires_at BIGINT NOT NULL,
+    CONSTRAINT pk_limit_holders PRIMARY KEY (tenant, key_id, holder));
+CREATE TABLE limit_levels (tenant TEXT NOT NULL, key_id TEXT NOT NULL, requests FLOAT NOT NULL, tokens FLOAT NOT NULL,
+    updated_at BIGINT NOT NULL, CONSTRAINT pk_limit_levels PRIMARY KEY (tenant, key_id));
 CREATE TABLE media (tenant TEXT NOT NULL, digest TEXT NOT NULL, media_type TEXT NOT NULL, content {blob} NOT NULL,
     CONSTRAINT pk_media PRIMARY KEY (tenant, digest));
 CREATE TABLE policies (policy_id {serial} NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, base_version INTEGER,

@@ -112,9 +112,11 @@ def served() -> Features:
     from proxy.features.exports import Exports
     from proxy.features.freed_memory import FreedMemory
     from proxy.features.inferred import Inferred
+    from proxy.features.limits.shared import SharedLimits
     from proxy.features.outline.outlines import shorten
     from proxy.features.page.beside import Page
     from proxy.features.policies.names import NamedPolicies
+    from proxy.features.proxies import Proxies
     from proxy.features.retention.deletion import Retention
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
@@ -125,5 +127,6 @@ def served() -> Features:
     from proxy.reload.parts import ReloadParts
     from proxy.services import Features
 
-    beside = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
+    here = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
+    beside = (*here, SharedLimits, Proxies)
     return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), DIALECTS, Inferred, shorten)

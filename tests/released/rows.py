@@ -50,6 +50,7 @@ def fill_all(database: Database) -> str:
         trainer_reports.keep_state(conn, 0, {"buffer": [], "singles": []})
         key_id, key = keys.create_key(conn, "t", keys.KeyRole.ADMIN, "reads")
         limits.add_usage(conn, {("t", key_id, 1): 5})
+        limits.settle(conn, "proxy", 10.0, [limits.Need("t", key_id, limits.Rule(9, 9, 9), num_needed=1)])
         examples.pin_session(conn, "t", "s", note="wrong", written_by=None)
         predicted = {"policy_version": 1, "mean": 0.8, "deviation": 0.1}
         predictions.keep(conn, [predictions.Prediction(tenant="t", session_id="unrated", policy_id=0, **predicted)])

@@ -235,6 +235,7 @@ def _keys(conn: sa.Connection) -> None:
     limits.used_by_key(conn, "t", key_id, since_day=1)
     limits.used_by_key(conn, "t", since_day=1)
     limits.TOKENS_USED.read(conn, "key", "t", None)
+    limits.settle(conn, "proxy", 10.0, [limits.Need("t", key_id, limits.Rule(9, 9, 9), num_needed=1)])
     keys.local_key(conn, keys.local_key(conn, key))
     keys.has_local_key(conn)
 

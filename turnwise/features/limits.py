@@ -1,13 +1,20 @@
-"""What keys have used of budgets: the tokens of each UTC day, and how lists of keys show their sum."""
+"""What keys have used of budgets by UTC day, and the limits of a minute and of calls at once that processes share.
+
+Each process holds a share of a limit, and takes a larger one when it needs it, in a transaction that locks the limit's
+row: shares are never more than the limit. Time is the database's. A process that dies gives its places back when its
+lease ends; the requests that it held count as made.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from turnwise.store.database import clock
 from turnwise.store.extensions import Column, Extension, ReadColumn
 from turnwise.store.schema import metadata
 from turnwise.store.statements import insert_ignoring
@@ -22,6 +29,74 @@ token_usage = sa.Table(
     sa.Column("num_tokens", sa.BigInteger, nullable=False),
 )
 """Prompt and sampled tokens of each key by UTC day, in days since 1970."""
+limit_levels = sa.Table(
+    "limit_levels",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("requests", sa.Float, nullable=False),
+    sa.Column("tokens", sa.Float, nullable=False),
+    sa.Column("updated_at", sa.BigInteger, nullable=False),
+)
+"""What is left of the minute's requests and tokens of a key, or of a tenant under the key "", outside of shares."""
+limit_holders = sa.Table(
+    "limit_holders",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("holder", sa.Text, primary_key=True),
+    sa.Column("num_calls", sa.Integer, nullable=False),
+    sa.Column("num_needed", sa.Integer, nullable=False),
+    sa.Column("expires_at", sa.BigInteger, nullable=False),
+)
+"""How many calls at once each process may have of a key or tenant, and how many it has that run or wait."""
+SPARE_PART = 8
+"""A process gets an eighth of what nobody needs beside what it needs, so shares become small as a limit is reached."""
+
+
+class Rule(NamedTuple):
+    """The limits of each key, or of each tenant; None for no limit."""
+
+    max_calls: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return any(limit is not None for limit in self)
+
+
+class Need(NamedTuple):
+    """What one process needs of the limits of a key or tenant."""
+
+    tenant: str
+    key_id: str
+    """Empty for the tenant's own."""
+    rule: Rule
+    num_needed: int = 0
+    """Its calls that run or wait."""
+    num_held: int = 0
+    """How many calls at once it goes on to allow; those that run are among them."""
+    num_requests: int = 0
+    """Requests to take from the minute's; negative for those that are given back."""
+    num_tokens: int = 0
+    """Tokens that were used and not reported before."""
+    is_idle: bool = False
+    """Whether the process gives its whole share back."""
+
+
+class Share(NamedTuple):
+    """What one process may use until it asks again."""
+
+    num_calls: int
+    """How many calls at once it may have."""
+    fair_calls: int
+    """How many of them it keeps once it has asked again: others need the rest."""
+    num_requests: int
+    """Requests that it may make beside those of earlier shares."""
+    requests_left: float
+    tokens_left: float
+    """What all processes together have left of the minute's tokens; negative for a debt."""
 
 
 def day_of(instant: datetime.datetime) -> int:
@@ -51,6 +126,83 @@ def used_by_key(
     return {key_id: int(num_tokens) for key_id, num_tokens in conn.execute(found)}
 
 
+def settle(conn: sa.Connection, holder: str, seconds: float, needs: Sequence[Need]) -> list[Share]:
+    """Take what a process has used and needs no more, and give it what it needs and is left.
+
+    Args:
+        conn: A transaction of its own: it locks the limits until its end. Nothing is lost if it is not durable.
+        holder: The name of the process.
+        seconds: How long its places are its own; all processes must use the same number.
+        needs: At most one for each key and tenant.
+    """
+    if conn.dialect.name == "postgresql":
+        conn.exec_driver_sql("SET LOCAL synchronous_commit = off")
+    instant = clock(conn)
+    shares: dict[Need, Share] = {}
+    for need in sorted(needs, key=lambda each: each[:2]):  # in one order: processes must not wait for each other
+        requests, left, tokens = _take_rates(conn, need, instant)
+        places = (0, 0) if need.rule.max_calls is None else _take_places(conn, holder, need, instant, seconds)
+        shares[need] = Share(*places, requests, left, tokens)
+    return [shares[need] for need in needs]
+
+
+def _take_rates(conn: sa.Connection, need: Need, instant: int) -> tuple[int, float, float]:
+    """Return the requests that a process gets, and the requests and tokens that are left; lock the limits' row."""
+    _, most_requests, most_tokens = (0 if limit is None else limit for limit in need.rule)
+    table, c = limit_levels, limit_levels.c
+    own = c.tenant == need.tenant, c.key_id == need.key_id
+    found = sa.select(c.requests, c.tokens, c.updated_at).where(*own).with_for_update()
+    row = conn.execute(found).one_or_none()
+    if row is None:
+        first = {"requests": most_requests, "tokens": most_tokens, "updated_at": instant}
+        insert_ignoring(conn, table, {"tenant": need.tenant, "key_id": need.key_id, **first})
+        row = conn.execute(found).one()
+    minutes = min(1.0, max(0.0, (instant - row.updated_at) / 60e6))
+    requests = min(most_requests, row.requests + minutes * most_requests - min(0, need.num_requests))
+    tokens = min(most_tokens, row.tokens + minutes * most_tokens) - need.num_tokens
+    granted = 0
+    if need.num_requests > 0:
+        granted = min(math.floor(requests), max(need.num_requests, math.ceil(requests / SPARE_PART)))
+    requests -= granted
+    levels = {"requests": requests, "tokens": tokens, "updated_at": max(instant, row.updated_at)}
+    conn.execute(sa.update(table).where(*own).values(**levels))
+    return granted, requests, tokens
+
+
+def _take_places(conn: sa.Connection, holder: str, need: Need, instant: int, seconds: float) -> tuple[int, int]:
+    """Return how many calls at once a process may have, and how many are its part; its limits' row is locked."""
+    assert need.rule.max_calls is not None
+    table, c = limit_holders, limit_holders.c
+    of_limit = c.tenant == need.tenant, c.key_id == need.key_id
+    longest = instant + int(2 * seconds * 1e6)  # a later end was written before the clock was set back
+    is_over = sa.or_(c.expires_at <= instant, c.expires_at > longest)
+    conn.execute(sa.delete(table).where(*of_limit, sa.or_(is_over, c.holder == holder)))
+    others = conn.execute(sa.select(c.num_calls, c.num_needed).where(*of_limit)).all()
+    if need.is_idle:
+        return 0, 0
+    free = max(0, need.rule.max_calls - sum(each.num_calls for each in others))
+    fair = fair_part(need.rule.max_calls, need.num_needed, [each.num_needed for each in others])
+    granted = max(need.num_held, min(free, fair))
+    place = {"tenant": need.tenant, "key_id": need.key_id, "holder": holder}
+    held = {"num_calls": granted, "num_needed": need.num_needed, "expires_at": instant + int(seconds * 1e6)}
+    conn.execute(sa.insert(table).values(**place, **held))
+    return granted, fair
+
+
+def fair_part(most: int, own: int, others: Sequence[int]) -> int:
+    """Return one process's part of a limit: what it needs and some more, or as much as each that needs more gets."""
+    spare = most - own - sum(others)
+    if spare >= 0:
+        return own + math.ceil(spare / SPARE_PART)
+    left, needs = most, sorted((own, *others))
+    for number, need in enumerate(needs):
+        part = math.ceil(left / (len(needs) - number))
+        if need > part:
+            return min(own, part)
+        left -= need
+    return own
+
+
 def used_tokens(since_day: Callable[[], int | None]) -> ReadColumn:
     """Return what reads the tokens that keys used, from the day that is in force then."""
 
@@ -69,4 +221,4 @@ TOKENS_USED = Column(
     description="Prompt and sampled tokens in the period of the budgets; 0 without budgets.",
     is_always_on=True,
 )
-EXTENSION = Extension(tables_of_tenants=(token_usage,), columns=(TOKENS_USED,))
+EXTENSION = Extension(tables_of_tenants=(token_usage, limit_levels, limit_holders), columns=(TOKENS_USED,))

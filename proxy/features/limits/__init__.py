@@ -24,11 +24,11 @@ class CallLimits(CallStep):
     def __init__(self, services: Services) -> None:
         settings = services.settings
         assert isinstance(settings, LimitSettings)
-        self._limits = Limits(settings, settings.max_concurrent_calls, services.metrics)
+        self.limits = Limits(settings, settings.max_concurrent_calls, services.metrics)
         if settings.queue_seconds:
             services.max_calls = math.inf
         self.budgets = Budgets(settings, services.database, services.writer, services.metrics)
-        if not (self._limits.are_set or self.budgets.are_set):
+        if not (self.limits.are_set or self.budgets.are_set):
             self.marks = frozenset({WITH_KEY})
         services.closing.append(self.budgets.close)
         services.open_body = Bodies(settings.max_body_bytes).open
@@ -41,7 +41,7 @@ class CallLimits(CallStep):
             BudgetSpent: the budget of the caller's key or tenant is spent.
             Overloaded: there is no place, or none within the queue's time.
         """
-        principal, limits = running.principal, self._limits
+        principal, limits = running.principal, self.limits
         if self.budgets.are_set or principal.has_budget:
             await self.budgets.check(principal)
         scopes: list[Scope] = await limits.admit(principal) if limits.are_set else []
@@ -49,6 +49,6 @@ class CallLimits(CallStep):
 
     def ended(self, running: Running) -> None:
         if scopes := running.kept[CallLimits]:
-            self._limits.leave(scopes, running.num_tokens)
+            self.limits.leave(scopes, running.num_tokens)
         if self.budgets.are_set or running.principal.root_key_id != OPEN:
             self.budgets.charge(running.principal, running.num_tokens)

@@ -1,7 +1,7 @@
 """Token budgets of keys and tenants: prompt and sampled tokens together, for good or for a number of days.
 
 The store holds what was used, so a budget survives restarts and is shared by all proxy processes. A process adds its
-own calls at once and reads those of other processes every few seconds. A budget is checked before a call and charged
+own calls at once and reads those of other processes every second. A budget is checked before a call and charged
 after it, so the calls that run when it is spent still end. Calls without a budget are counted for their key too, and
 written every few seconds; without a key nothing is read, counted or written.
 """
@@ -29,7 +29,7 @@ from turnwise.store.database import Connection, Database
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
-READ_SECONDS = 5.0
+READ_SECONDS = 1.0
 """How old the numbers of other processes may be."""
 WRITE_SECONDS = 2.0
 """How long the counts of keys without a budget wait for further ones."""

@@ -1,8 +1,9 @@
 """How many calls at once, and calls and tokens each minute, a key and a tenant may have; which waiting call is next.
 
-Each proxy process counts for itself. A session key counts as the key that made it. A call over a limit waits for
-`queue_seconds`: keys take turns, so that a key with many waiting calls delays no other key by more than one call.
-Without a queue and a limit of keys or tenants, only the number of all calls is counted, by the calls themselves.
+Each proxy process counts for itself, or has a share of the limits of all (`proxy.features.limits.shared`). A session
+key counts as the key that made it. A call over a limit waits for `queue_seconds`: keys take turns, so that a key with
+many waiting calls delays no other key by more than one call. Without a queue and a limit of keys or tenants, only the
+number of all calls is counted, by the calls themselves.
 """
 
 from __future__ import annotations
@@ -10,27 +11,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
-from typing import NamedTuple
+from collections.abc import Awaitable
+from typing import NamedTuple, Protocol
 
 from proxy.auth import Principal
 from proxy.features.limits.settings import LimitSettings
 from proxy.metrics import Metrics
 from turnwise.errors import Overloaded
+from turnwise.features.limits import Rule
 
 MAX_SCOPES = 10_000
 """Keys and tenants that are remembered; idle ones beyond that are dropped."""
-
-
-class Rule(NamedTuple):
-    """The limits of each key, or of each tenant; None for no limit."""
-
-    max_calls: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-
-    @property
-    def is_set(self) -> bool:
-        return any(limit is not None for limit in self)
 
 
 class Bucket:
@@ -51,6 +42,9 @@ class Bucket:
         """Take an amount; the level may become negative, and is then refilled first."""
         self._level -= amount
 
+    def set_level(self, level: float, now: float) -> None:
+        self._level, self._updated_at = level, now
+
 
 class Scope:
     """What one key, one tenant or the whole proxy uses now."""
@@ -58,6 +52,7 @@ class Scope:
     def __init__(self, name: str, rule: Rule, now: float) -> None:
         self.name = name
         self.num_calls = 0
+        self.num_waiting = 0
         self._max_calls = math.inf if rule.max_calls is None else rule.max_calls
         self._requests = None if rule.requests_per_minute is None else Bucket(rule.requests_per_minute, now)
         self._tokens = None if rule.tokens_per_minute is None else Bucket(rule.tokens_per_minute, now)
@@ -69,6 +64,10 @@ class Scope:
         buckets = ((self._requests, 1.0), (self._tokens, 0.0))
         return max((bucket.blocked_seconds(needed, now) for bucket, needed in buckets if bucket), default=0.0)
 
+    def is_idle(self, now: float) -> bool:
+        """Return whether it would be the same if it were made again."""
+        return not self.num_calls and not self.num_waiting and not self.blocked_seconds(now)
+
     def enter(self) -> None:
         self.num_calls += 1
         if self._requests:
@@ -78,6 +77,16 @@ class Scope:
         self.num_calls -= 1
         if self._tokens:
             self._tokens.take(num_tokens)
+
+
+class SharesOfAll(Protocol):
+    """The limits that this process has a share of."""
+
+    def scope(self, name: str, tenant: str, key_id: str, rule: Rule) -> Scope:
+        """Return what one key or tenant, whose key is empty, uses of this process's share."""
+
+    def enlarge(self, scopes: list[Scope]) -> Awaitable[None]:
+        """Ask for larger shares for a call that they have no place for, and wait for the answer."""
 
 
 class Waiter(NamedTuple):
@@ -99,12 +108,14 @@ class Limits:
         self._queue_seconds = settings.queue_seconds
         self._metrics = metrics
         self._everybody = Scope("proxy", Rule(max_calls if self._queue_seconds else None), 0.0)
-        self._scopes: dict[str, Scope] = {}
+        self.scopes: dict[str, Scope] = {}
         self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
         """Waiting calls by key; the first key is served next."""
         self._timer: asyncio.TimerHandle | None = None
-        self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
+        self.have_rules = self._key_rule.is_set or self._tenant_rule.is_set
+        self.are_set = self.have_rules or self._queue_seconds > 0
         """Whether calls need `admit`."""
+        self.shares: SharesOfAll | None = None
 
     async def admit(self, principal: Principal) -> list[Scope]:
         """Take a place in all scopes of the caller, after waiting in the queue if there is none; return them.
@@ -115,6 +126,8 @@ class Limits:
             Overloaded: no place within `queue_seconds`.
         """
         scopes = self._scopes_of(principal)
+        if self.shares is not None and not self._queues and self._blocked_seconds(scopes):
+            await self.shares.enlarge(scopes)
         if not self._queues and not self._blocked_seconds(scopes):
             _enter(scopes)
             return scopes
@@ -127,13 +140,15 @@ class Limits:
         """Return the place of a call, and count its prompt and sampled tokens."""
         for scope in scopes:
             scope.leave(num_tokens)
-        self._dispatch()
+        self.dispatch()
 
     async def _wait(self, key_id: str, scopes: list[Scope]) -> None:
         waiter = Waiter(scopes, asyncio.get_running_loop().create_future())
         self._queues.setdefault(key_id, collections.deque()).append(waiter)
         self._metrics.queued_calls.inc()
-        self._dispatch()
+        for scope in scopes:
+            scope.num_waiting += 1
+        self.dispatch()
         try:
             async with asyncio.timeout(self._queue_seconds):
                 await waiter.granted
@@ -145,8 +160,10 @@ class Limits:
             raise
         finally:
             self._metrics.queued_calls.dec()
+            for scope in scopes:
+                scope.num_waiting -= 1
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Admit waiting calls, one of each key in turn, until none can enter; then set a timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
@@ -169,7 +186,7 @@ class Limits:
                 if not queue:
                     del self._queues[key_id]
         if soonest < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(soonest, self._dispatch)
+            self._timer = asyncio.get_running_loop().call_later(soonest, self.dispatch)
 
     def _blocked_seconds(self, scopes: list[Scope]) -> float:
         now = asyncio.get_running_loop().time()
@@ -186,23 +203,21 @@ class Limits:
     def _scopes_of(self, principal: Principal) -> list[Scope]:
         scopes = [self._everybody]
         if self._key_rule.is_set:
-            scopes.append(self._scope(f"key {principal.root_key_id!r}", self._key_rule))
+            name = f"key {principal.root_key_id!r}"
+            scopes.append(self._scope(name, principal.tenant, principal.root_key_id, self._key_rule))
         if self._tenant_rule.is_set:
-            scopes.append(self._scope(f"tenant {principal.tenant!r}", self._tenant_rule))
+            scopes.append(self._scope(f"tenant {principal.tenant!r}", principal.tenant, "", self._tenant_rule))
         return scopes
 
-    def _scope(self, name: str, rule: Rule) -> Scope:
-        scope = self._scopes.get(name)
+    def _scope(self, name: str, tenant: str, key_id: str, rule: Rule) -> Scope:
+        scope = self.scopes.get(name)
         if scope is None:
             now = asyncio.get_running_loop().time()
-            if len(self._scopes) >= MAX_SCOPES:
-                self._scopes = {name: each for name, each in self._scopes.items() if not _is_idle(each, now)}
-            scope = self._scopes[name] = Scope(name, rule, now)
+            if len(self.scopes) >= MAX_SCOPES:
+                self.scopes = {name: each for name, each in self.scopes.items() if not each.is_idle(now)}
+            made = Scope(name, rule, now) if self.shares is None else self.shares.scope(name, tenant, key_id, rule)
+            scope = self.scopes[name] = made
         return scope
-
-
-def _is_idle(scope: Scope, now: float) -> bool:
-    return not scope.num_calls and not scope.blocked_seconds(now)
 
 
 def _enter(scopes: list[Scope]) -> None:

@@ -12,7 +12,7 @@ from turnwise.settings import Settings
 class LimitSettings(Settings):
     """What keys and tenants may use at once, in a minute and in all."""
 
-    DIVIDED: ClassVar[tuple[str, ...]] = tuple(
+    DIVIDED_ON_SQLITE: ClassVar[tuple[str, ...]] = tuple(
         f"{scope}_{limit}"
         for scope in ("key", "tenant")
         for limit in ("max_calls", "requests_per_minute", "tokens_per_minute")

@@ -16,6 +16,7 @@ from proxy.features.limits.calls import Bucket, Limits
 from proxy.metrics import Metrics
 from proxy.routes.calls import admit
 from turnwise.errors import Overloaded
+from turnwise.features.limits import fair_part
 
 
 def make_limits(**settings: Any) -> Limits:
@@ -51,6 +52,21 @@ async def test_a_call_over_the_limit_of_the_proxy_is_refused_with_the_time_to_re
     assert b'\nturnwise_limited_total{limit="proxy"} 1.0\n' in metrics.render()
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "part"),
+    [
+        (0, [], 1),  # of 8 that nobody needs: an eighth
+        (2, [3], 3),  # of 3 that nobody needs: an eighth, rounded up
+        (9, [1], 7),  # the other needs 1 of 8
+        (9, [9, 9], 3),  # a third of 8, rounded up: the last one gets what is left
+        (1, [9, 9], 1),
+        (0, [9, 9], 0),
+    ],
+)
+def test_a_process_gets_what_it_needs_or_as_much_of_a_limit_as_others_that_need_more(own, others, part):
+    assert fair_part(8, own, others) == part
+
+
 async def test_one_key_at_its_limit_does_not_stop_another():
     limits = make_limits(key_max_calls=1)
     admission = await limits.admit(caller("a"))
@@ -67,7 +83,7 @@ async def test_keys_that_call_no_more_are_forgotten_where_there_are_many(monkeyp
     await limits.admit(caller("busy"))
     for number in range(9):
         limits.leave(await limits.admit(caller(f"k{number}")), 0)
-    assert len(limits._scopes) <= 3
+    assert len(limits.scopes) <= 3
     with pytest.raises(Overloaded, match="key 'busy'"):
         await limits.admit(caller("busy"))
 
