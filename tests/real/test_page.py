@@ -217,7 +217,7 @@ def test_a_reply_that_must_not_come_again_is_pinned_by_a_button(window, world):
     page.wait_for_selector(".chip:text('must')")
     (turn_id,) = [view.turn.turn_id for view in world.turns("pinned")]
     (example,) = httpx2.get(f"{world.url}/v1/examples").json()["data"]
-    assert (example["example_id"], example["criterion"]["kind"]) == (turn_id, "not_again")
+    assert (example["example_id"], example["check"]["kind"]) == (turn_id, "not_again")
     assert [each["label"] for each in httpx2.get(f"{world.url}/v1/sessions/pinned").json()["labels"]] == ["must"]
     httpx2.delete(f"{world.url}/v1/examples/{turn_id}").raise_for_status()
 
