@@ -48,6 +48,7 @@ class Visit:
         self.page.goto(f"{self._proxy.url}/{address}")
         if key:
             self.page.fill("#key", key)
+            self.console.clear()  # the page has asked without a key, and was refused
             self.page.press("#key", "Enter")
         self.page.wait_for_selector("main[aria-busy=false] > *")
         if is_live:
