@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.features.critic import NO_SHARDED_CRITIC
+from trainer.features.heartbeats import watch
 from trainer.model.loading import (
     PACKED,
     WHOLE_MODEL,
@@ -49,7 +50,7 @@ Item = TypeVar("Item")
 
 CONTROL_TIMEOUT = timedelta(days=365)
 """How long a process waits for what another one shares. NCCL's own limit is ten minutes, which rollouts may exceed;
-`torchrun` ends all processes when one dies."""
+`torchrun` ends all processes when one dies, and `heartbeats` sees one that is silent."""
 GRADIENT_BYTES = 4
 """FSDP keeps the gradient of every parameter, in float32, until the last row of a step."""
 NONCE = ".shared"
@@ -149,9 +150,11 @@ def join_world() -> Sharded:
         SettingsError: Other machines cannot reach this one under the address of its host name.
     """
     if not dist.is_initialized():
-        check_address(child_environment({}))
+        environment = child_environment({})
+        check_address(environment)
         on_gpu = torch.cuda.is_available()
         dist.init_process_group("nccl" if on_gpu else "gloo")
+        watch(environment)
         if on_gpu:
             torch.cuda.set_device(dist.get_node_local_rank())
     return Sharded()

@@ -1,4 +1,4 @@
-"""Two machines that train together: network namespaces with an address and a host name each."""
+"""Hosts that train together: network namespaces with an address and a name each, on one switch."""
 
 import contextlib
 import os
@@ -22,16 +22,18 @@ from turnwise.features.page import overview
 from turnwise.store import updates
 
 PORT = 29431
-ADDRESSES = {"host-a": "10.199.77.1", "host-b": "10.199.77.2"}
+ADDRESSES = {"host-a": "10.199.77.1", "host-b": "10.199.77.2", "host-c": "10.199.77.3"}
 HOSTS = list(ADDRESSES)
+SWITCH = "host-switch"
 CABLE = "cable"
 """Name of the interface on each machine."""
 PROGRAM = """
 import sys
 from pathlib import Path
 from trainer.main import run
-from trainer.features import Settings
+from trainer.features import Settings, heartbeats
 from turnwise.settings import load_settings
+heartbeats.SILENT_SECONDS = float(sys.argv[2])
 sys.exit(run(load_settings(Settings, config=Path(sys.argv[1]), section="trainer", overrides={})))
 """
 
@@ -54,13 +56,18 @@ class Machines:
         self._scratch = scratch
         (scratch / "program.py").write_text(PROGRAM)
 
-    def connect(self, *, is_up: bool) -> None:
-        ip("-n", "host-a", "link", "set", CABLE, "up" if is_up else "down")
+    def connect(self, host: str, *, is_up: bool) -> None:
+        """Let the switch pass on what comes from a host and for it, or drop it: no end of a connection is told."""
+        ip("-n", SWITCH, "link", "set", host, *(["master", "bridge"] if is_up else ["nomaster"]))
 
     @contextlib.contextmanager
-    def training(self, configs: dict[str, Path], **interfaces: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    def training(
+        self, configs: dict[str, Path], silent_seconds: float = 60.0, **interfaces: str
+    ) -> Iterator[dict[str, subprocess.Popen[str]]]:
         """Run one process of a trainer on each machine; what still runs after the block is killed."""
-        processes = {host: self._start(host, config, interfaces) for host, config in configs.items()}
+        processes = {}
+        for host, config in configs.items():
+            processes[host] = self._start(host, len(configs), [str(config), str(silent_seconds)], interfaces)
         try:
             yield processes
         finally:
@@ -77,12 +84,14 @@ class Machines:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
-    def _start(self, host: str, config: Path, interfaces: dict[str, str]) -> subprocess.Popen[str]:
+    def _start(
+        self, host: str, num_hosts: int, arguments: list[str], interfaces: dict[str, str]
+    ) -> subprocess.Popen[str]:
         hosts = self._scratch / f"hosts-{host}"
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_hosts), "--nproc-per-node", "1"]
         launcher += ["--node-rank", str(HOSTS.index(host)), "--master-addr", ADDRESSES["host-a"]]
-        launcher += ["--master-port", str(PORT), str(self._scratch / "program.py"), str(config)]
+        launcher += ["--master-port", str(PORT), str(self._scratch / "program.py"), *arguments]
         as_host = f'mount --bind {hosts} /etc/hosts && hostname {host} && exec "$@"'
         with (self._scratch / f"log-{host}").open("w") as log:
             return subprocess.Popen(
@@ -107,19 +116,22 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("network namespaces need root, iproute2 and util-linux")
     try:
-        for host in HOSTS:
+        for host in [SWITCH, *HOSTS]:
             ip("netns", "add", host)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces cannot be made here: {error.stderr!r}")
     try:
-        ip("link", "add", CABLE, "netns", "host-a", "type", "veth", "peer", "name", CABLE, "netns", "host-b")
+        ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+        ip("-n", SWITCH, "link", "set", "bridge", "up")
         for host, address in ADDRESSES.items():
+            ip("link", "add", CABLE, "netns", host, "type", "veth", "peer", "name", host, "netns", SWITCH)
+            ip("-n", SWITCH, "link", "set", host, "master", "bridge", "up")
             ip("-n", host, "address", "add", f"{address}/24", "dev", CABLE)
             ip("-n", host, "link", "set", CABLE, "up")
             ip("-n", host, "link", "set", "lo", "up")
         yield Machines(tmp_path)
     finally:
-        for host in HOSTS:
+        for host in [SWITCH, *HOSTS]:
             ip("netns", "del", host)
 
 
@@ -137,7 +149,7 @@ class Run:
             last = updates.last_update(conn)
         return 0 if last is None else last.update_id
 
-    def configs(self, policies: str, **more: int) -> dict[str, Path]:
+    def configs(self, policies: str, hosts: list[str], **more: int) -> dict[str, Path]:
         """Write the settings of each machine; `policies` is the directory, which may hold the host's name."""
         given = {"multi_devices": True, "groups_per_batch": 2, "weight_transfer": False, **more}
         return {
@@ -148,7 +160,7 @@ class Run:
                 policies_dir=str(self._directory / policies.format(host)),
                 **given,
             )
-            for host in HOSTS
+            for host in hosts
         }
 
 
@@ -156,21 +168,22 @@ class Run:
 def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a_cut_cable(tmp_path, machines):
     """Each group is trained once, whatever ends which process."""
     run = Run(tmp_path)
+    two = HOSTS[:2]
     run.play("first")
     named = {"GLOO_SOCKET_IFNAME": CABLE}
-    apart = run.configs("policies-{}")
+    apart = run.configs("policies-{}", two)
     with machines.training(apart) as running:
         assert running["host-b"].wait(WAIT_SECONDS) != 0
     assert "the host name 'host-b' resolves to 127.0.1.1" in machines.log("host-b")
     assert "set GLOO_SOCKET_IFNAME" in machines.log("host-b")
 
     with machines.training(apart, **named) as running:
-        assert [running[host].wait(WAIT_SECONDS) != 0 for host in HOSTS] == [True, True]
+        assert [running[host].wait(WAIT_SECONDS) != 0 for host in two] == [True, True]
     assert "is not the one of the first process on 'host-a': all machines of a trainer need one" in machines.log(
         "host-a"
     )
 
-    together = run.configs("policies")
+    together = run.configs("policies", two)
     with machines.training(together, **named) as running:
         wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged")
         machines.kill("host-b")
@@ -180,14 +193,40 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a
 
     with machines.training(together, **named):
         wait_until(lambda: run.num_batches() == 2, "the batch of the killed trainer is acknowledged")
-        machines.connect(is_up=False)
+        machines.connect("host-a", is_up=False)
         run.play("third")
     assert run.num_batches() == 2
 
-    machines.connect(is_up=True)
-    with machines.training(run.configs("policies", total_batches=3), **named) as running:
-        assert [running[host].wait(WAIT_SECONDS) for host in HOSTS] == [0, 0], machines.log("host-a")[-3000:]
+    machines.connect("host-a", is_up=True)
+    with machines.training(run.configs("policies", two, total_batches=3), **named) as running:
+        assert [running[host].wait(WAIT_SECONDS) for host in two] == [0, 0], machines.log("host-a")[-3000:]
     with run.db.read() as conn:
         assert overview.count_rows(conn).groups == {"trained": 6}
         assert [record.update_id for record in updates.list_updates(conn)[0]] == [3, 2, 1]
+    run.db.close()
+
+
+@pytest.mark.slow
+def test_three_hosts_end_and_name_the_one_that_the_network_drops_and_go_on_as_two_and_as_three(tmp_path, machines):
+    """Nothing closes a connection here, and a collective operation would wait for ever."""
+    run = Run(tmp_path)
+    run.play("first")
+    named = {"GLOO_SOCKET_IFNAME": CABLE}
+    with machines.training(run.configs("policies", HOSTS), 10.0, **named) as running:
+        wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged")
+        machines.connect("host-c", is_up=False)
+        run.play("second")
+        assert all(running[host].wait(WAIT_SECONDS) != 0 for host in HOSTS)
+    assert "process 2 on 'host-c' of the trainer has not been heard on 'host-a' for 10 s" in machines.log("host-a")
+    assert "torchrun's store on '10.199.77.1' has not answered 'host-c' for 10 s" in machines.log("host-c")
+    assert run.num_batches() == 1
+
+    machines.connect("host-c", is_up=True)
+    with machines.training(run.configs("policies", HOSTS[:2], total_batches=2), **named) as running:
+        assert [process.wait(WAIT_SECONDS) for process in running.values()] == [0, 0], machines.log("host-a")[-3000:]
+    run.play("third")
+    with machines.training(run.configs("policies", HOSTS, total_batches=3), **named) as running:
+        assert [process.wait(WAIT_SECONDS) for process in running.values()] == [0, 0, 0], machines.log("host-a")[-3000:]
+    with run.db.read() as conn:
+        assert overview.count_rows(conn).groups == {"trained": 6}
     run.db.close()
