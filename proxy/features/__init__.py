@@ -77,6 +77,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.lineage",
     "proxy.features.retention.routes",
     "proxy.features.feedback.routes",
+    "proxy.features.ratings.routes",
     "proxy.features.limits.routes",
     "proxy.features.upstream.routes",
     "proxy.features.consent.routes",

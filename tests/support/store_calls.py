@@ -290,13 +290,14 @@ def _ratings(conn: sa.Connection) -> None:
     draws.put_back(conn, "t", "unrewarded")
     draws.next_draw(conn, "t", DEFAULT_POLICY, "ben")
     thumb = Feedback(session_id="unrewarded", tenant="t", kind=FeedbackKind.BOOLEAN, content={"value": True})
-    draws.rate(conn, thumb, 1.0)
+    draws.rate(conn, "t", "unrewarded", 1.0, thumb)
 
 
 def _rated(conn: sa.Connection) -> None:
     """Read what is known of all sessions of a policy."""
     _ratings(conn)
     predictions.predictions_of(conn, DEFAULT_POLICY, "t")
+    rated.is_asked(conn, DEFAULT_POLICY)
     rated.sessions_of(conn, DEFAULT_POLICY, "t")
     for findings in extensions.findings:
         list(findings(conn, "t"))

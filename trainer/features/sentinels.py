@@ -24,6 +24,8 @@ from trainer.claims.ledger import Ledger, RunProgress
 from trainer.features import summaries
 from turnwise.features import rewinds, sentinels
 from turnwise.features.arms import holdout_of
+from turnwise.features.ratings import estimates as ratings
+from turnwise.features.ratings import rated
 from turnwise.features.statistics import intervals
 from turnwise.features.statistics.confidence import AnyTime
 from turnwise.settings import FromJson, Settings
@@ -31,7 +33,7 @@ from turnwise.store import serving, versions
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
-from turnwise.types import DEFAULT_POLICY, Json, SessionStatus, Turn, text_of
+from turnwise.types import DEFAULT_POLICY, Json, PolicyVersion, SessionStatus, Turn, text_of
 
 Sentinel = Literal[
     "broken_calls",
@@ -46,6 +48,7 @@ Sentinel = Literal[
     "lost",
     "certainty",
     "kl",
+    "predicted",
 ]
 """`broken_calls`: share of tool calls without a JSON object as arguments, or of a tool that the call does not offer.
 `failed_calls`: of tool results that report an error or that the call was refused. `questions`: of replies that end with
@@ -53,7 +56,9 @@ a question mark. `refusals`: of replies that decline, in English. `repeats`: of 
 the session. `empty`: of replies that are empty or cut. `given_up`: sessions that expired, of those that calls name.
 `length`: tokens of a reply. `summary_length`: tokens of a summary, twice or half as many. `lost`: sessions with a tool
 call after a summary that repeats one before it. `certainty`: mean logprob of a token, which rises as the entropy falls.
-`kl`: KL divergence a token of the weights from what sampled their batch, of the version's own update."""
+`kl`: KL divergence a token of the weights from what sampled their batch, of the version's own update. `predicted`: how
+much more the head of few ratings predicts of the version's sessions than people who were asked say of them, while the
+one has risen and the other fallen."""
 BOUNDS: Mapping[Sentinel, float] = {
     "broken_calls": 0.1,
     "failed_calls": 0.2,
@@ -65,6 +70,7 @@ BOUNDS: Mapping[Sentinel, float] = {
     "length": 1.0,
     "summary_length": summaries.BOUNDS["summary_length"],
     "lost": summaries.BOUNDS["lost"],
+    "predicted": 0.1,
 }
 """What is watched by default. `certainty` and `kl` are not: both rise in trainings that work."""
 WATCH_SECONDS = 30.0
@@ -168,9 +174,19 @@ def check(conn: Connection, bounds: Mapping[Sentinel, float], policy_id: int = D
         return found.describe(active.version, level_of)
     kl, bound = active.metrics.get("kl"), bounds.get("kl", math.inf)
     if kl is None or kl <= bound:
-        return None
+        return _overrated(conn, active, bounds.get("predicted"))
     named = tuple(one.session_id for one in now[:NUM_NAMED])
     return Alarm("kl", kl, 0.0, bound, named).describe(active.version, "what sampled its batch")
+
+
+def _overrated(conn: Connection, active: PolicyVersion, bound: float | None) -> str | None:
+    if bound is None or not rated.is_asked(conn, active.policy_id):
+        return None
+    found = ratings.overrated(rated.sessions_of(conn, active.policy_id), active.version, bound)
+    if found is None:
+        return None
+    alarm = Alarm("predicted", found.predicted, found.rated, bound, found.session_ids)
+    return alarm.describe(active.version, "the people who were asked about the same sessions")
 
 
 def alarms(

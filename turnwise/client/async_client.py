@@ -159,6 +159,18 @@ class AsyncClient(Connection):
     def feedback_from(self, source: str) -> AsyncIterator[Json]:
         return self._rows(wire.get("/v1/feedback", source=source), "session_id")
 
+    async def next_rating(
+        self, policy: str = "default", *, rater: str | None = None, days: float | None = None
+    ) -> Json:
+        return await self._json(wire.get("/v1/ratings/next", policy=policy, rater=rater, days=days))
+
+    async def rate(self, session_id: str, value: bool | float | None = None, **said: Any) -> Json:
+        fields = wire.given({"session_id": session_id, "value": value, **said})
+        return await self._json(wire.write("/v1/ratings", fields))
+
+    async def ratings(self, policy: str = "default") -> Json:
+        return await self._json(wire.get("/v1/ratings", policy=policy))
+
     async def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
         answer = await self._json(wire.post_rewards(lines, idempotency_key=idempotency_key))
         return [row["turns"] for row in answer["data"]]

@@ -207,6 +207,18 @@ class Client(Connection):
         """Iterate over the feedback that a source gave, of all sessions."""
         return self._rows(wire.get("/v1/feedback", source=source), "session_id")
 
+    def next_rating(self, policy: str = "default", *, rater: str | None = None, days: float | None = None) -> Json:
+        """Draw a session for a person to rate; its `session_id` is None where none is left."""
+        return self._json(wire.get("/v1/ratings/next", policy=policy, rater=rater, days=days))
+
+    def rate(self, session_id: str, value: bool | float | None = None, **said: Any) -> Json:
+        """Rate a session that was drawn, by a thumb or a number; others are those of `POST /v1/ratings`."""
+        return self._json(wire.write("/v1/ratings", wire.given({"session_id": session_id, "value": value, **said})))
+
+    def ratings(self, policy: str = "default") -> Json:
+        """Return what each version of a policy is worth, by the ratings that were asked for and by the head."""
+        return self._json(wire.get("/v1/ratings", policy=policy))
+
     def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
         """Add several reward lines in one transaction; return how many turns each reached."""
         answer = self._json(wire.post_rewards(lines, idempotency_key=idempotency_key))

@@ -36,7 +36,7 @@ def ask(conn, rater: str = "ann", tenant: str = "default", seed: int = 0, **fiel
 
 def rate_next(conn, *, up: bool = True, **fields) -> str:
     drawn = ask(conn, **fields)
-    draws.rate(conn, thumb(drawn.session_id, up=up), float(up))
+    draws.rate(conn, "default", drawn.session_id, float(up), thumb(drawn.session_id, up=up))
     return drawn.session_id
 
 
@@ -88,13 +88,13 @@ def test_a_rating_is_the_sessions_reward_once_and_a_later_one_replaces_it(databa
     add_over(database, "a")
     with database.write() as conn:
         with pytest.raises(Conflict, match="nobody was asked about session 'a'"):
-            draws.rate(conn, thumb("a"), 1.0)
+            draws.rate(conn, "default", "a", 1.0, thumb("a"))
         ask(conn)
         for _ in range(2):
-            draws.rate(conn, thumb("a"), 1.0)
+            draws.rate(conn, "default", "a", 1.0, thumb("a"))
         _, lines = sessions.read_session_with_rewards(conn, "default", "a")
         assert [line.value for line in lines] == [1.0]
-        draws.rate(conn, thumb("a", up=False), 0.0)
+        draws.rate(conn, "default", "a", 0.0, thumb("a", up=False))
         assert read_session(conn, "default", "a").reward == 0.0
         assert draws.draw_of(conn, "default", "a").rating == 0.0
         assert ask(conn) is None
@@ -191,7 +191,7 @@ def test_a_session_says_that_it_is_asked_about_rated_predicted_or_held(database)
 
         expected = {unrated[0]: "predicted 0.81 ± 0.10", unrated[1]: "held"}
         assert said() == expected | {drawn.session_id: "asked"}
-        draws.rate(conn, thumb(drawn.session_id), 1.0)
+        draws.rate(conn, "default", drawn.session_id, 1.0, thumb(drawn.session_id))
         assert predictions.keep(conn, [predicted(drawn.session_id, 0.99)]) == 0
         assert said() == expected | {drawn.session_id: "rated"}
         (one,) = [each for each in rated.sessions_of(conn, DEFAULT_POLICY) if each.source == "asked"]
@@ -204,7 +204,7 @@ def test_the_doctor_says_how_many_ratings_are_missing_until_the_next_version(dat
         assert list(shown.EXTENSION.findings(conn, "default")) == []
         rate_next(conn)
         ask(conn)
-        text = "policy 'default': 1 sessions are rated, and 1 are not; 9 ratings are missing until the next version"
+        text = "policy 'default': 1 sessions are rated, and 2 are not; 9 ratings are missing until the next version"
         assert list(shown.EXTENSION.findings(conn, None)) == [("ratings", text)]
 
 

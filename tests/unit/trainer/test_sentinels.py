@@ -12,12 +12,14 @@ from trainer.claims.ledger import ClaimedBatch, RunProgress, TrainerProcess
 from trainer.features import FEATURES, Settings, sentinels
 from trainer.features.sentinels import alarms
 from turnwise.features import rewinds
+from turnwise.features.feedback import Feedback, FeedbackKind
+from turnwise.features.ratings import draws, predictions
 from turnwise.features.sentinels import Played, alarmed_versions, live_sessions
 from turnwise.store import claims, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.trainer_reports import trainer_statuses
 from turnwise.store.turns import append_turns
-from turnwise.types import PolicyVersion, Role, SessionStatus, Split, Turn
+from turnwise.types import DEFAULT_POLICY, PolicyVersion, Role, SessionStatus, Split, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {}}}]
 NOW = RunProgress(num_batches=1)
@@ -217,3 +219,30 @@ def active_in(conn: Connection) -> int | None:
 def states(database: Database) -> list[str]:
     with database.read() as conn:
         return [each.state for each in trainer_statuses(conn)]
+
+
+def test_a_head_that_likes_what_people_do_not_holds_its_version(database):
+    """Version 0: predicted 0.6, six of ten are good; version 1: predicted 0.9, two of ten are."""
+    for version, likes, num_good in ((0, 0.6, 6), (1, 0.9, 2)):
+        sampled = {"policy_version_first": version, "policy_version_last": version}
+        made = PolicyVersion(version=version, path=f"v{version}")
+        names = [f"v{version}-{number}" for number in range(10)]
+        with database.write() as conn:
+            versions.publish_version(conn, made)
+            serving.activate_version(conn, version)
+        for name in names:
+            add_session(database, name, of_turns=sampled)
+        with database.write() as conn:
+            for name in names:
+                sessions.end_session(conn, "default", name)
+            guess = {"tenant": "default", "policy_id": DEFAULT_POLICY, "policy_version": version, "mean": likes}
+            predictions.keep(conn, [predictions.Prediction(session_id=name, **guess) for name in names])
+            for number in range(10):
+                drawn = draws.next_draw(conn, "default", DEFAULT_POLICY, "ann")
+                value = number < num_good
+                thumb = Feedback(session_id=drawn.session_id, kind=FeedbackKind.BOOLEAN, content={"value": value})
+                draws.rate(conn, "default", drawn.session_id, float(value), thumb)
+            alarm = sentinels.check(conn, {"predicted": 0.1})
+            assert (alarm is None) == (version == 0)
+    assert alarm.startswith("sentinel 'predicted' of version 1 is 0.9 against 0.2 of the people who were asked")
+    assert "'v1-" in alarm

@@ -1,5 +1,7 @@
 """Which session a person is asked about: one of those that are over and not rated, each with the same probability.
 
+Sessions since the served version come first, because what a policy no longer does teaches it little.
+
 A draw is kept with its probability, so that what the asked say of a version can be weighted to what all would say. It
 is handed to one rater for a time. One that was not rated in that time is handed to the next rater before another is
 drawn: who leaves does not change who is asked. Thumbs that users give by themselves take no session out of the draw,
@@ -24,6 +26,7 @@ from turnwise.store.database import clock
 from turnwise.store.experiences import MAY_BE_TRAINED
 from turnwise.store.schema import Serial, columns_of, index, metadata, sessions, turns
 from turnwise.store.selection import session_row
+from turnwise.store.serving import serving_state
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
 from turnwise.types import IMPORT, SessionStatus, Split, utc_now
 
@@ -31,7 +34,7 @@ PER_VERSION = 10
 """Ratings that come between two versions of a policy that is trained on few ratings."""
 LEASE_SECONDS = 600
 DAYS = 30
-"""Sessions that are older are not drawn: their versions are no longer served."""
+"""Sessions that are older are not drawn."""
 OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
 MAX_PAIRS = 20
 
@@ -138,10 +141,13 @@ def _draw(
     days: float,
     drawn: random.Random,
 ) -> int | None:
-    since = instant - int(days * 86_400e6)
-    candidates = _candidates(tenant, policy_id, since)
-    num = conn.execute(candidates.with_only_columns(sa.func.count())).scalar_one()
-    if not num:
+    oldest, num = instant - int(days * 86_400e6), 0
+    active = serving_state(conn, policy_id).active
+    for since in (oldest if active is None else max(oldest, rows.to_micros(active.created_at)), oldest):
+        candidates = _candidates(tenant, policy_id, since)
+        if num := conn.execute(candidates.with_only_columns(sa.func.count())).scalar_one():
+            break
+    else:
         return None
     at = drawn.randrange(num)
     session_pk = conn.execute(candidates.order_by(sessions.c.session_pk).offset(at).limit(1)).scalar_one()
@@ -176,10 +182,9 @@ def _candidates(tenant: str, policy_id: int, since: int) -> sa.Select[int]:
     return sa.select(c.session_pk).where(*is_over, *is_single, *is_usable, sa.or_(c.num_rewards == 0, said), is_new)
 
 
-def num_candidates(conn: sa.Connection, tenant: str, policy_id: int, *, days: float = DAYS) -> int:
-    """Return how many sessions a draw could take now."""
-    found = _candidates(tenant, policy_id, clock(conn) - int(days * 86_400e6))
-    return int(conn.execute(found.with_only_columns(sa.func.count())).scalar_one())
+def missing(num_rated: int) -> int:
+    """Return how many ratings are missing until a policy's next version."""
+    return PER_VERSION - num_rated % PER_VERSION
 
 
 def _read(conn: sa.Connection, draw_id: int) -> Draw:
@@ -205,23 +210,28 @@ def draw_of(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = F
 
 def rate(
     conn: sa.Connection,
-    given: feedback.Feedback,
+    tenant: str,
+    session_id: str,
     reward: float,
+    given: feedback.Feedback | None = None,
     *,
+    written_by: str | None = None,
     retrain: bool = False,
 ) -> Draw:
-    """Store the rating of a drawn session, and the reward that it is worth; a later one replaces it.
+    """Store the rating of a drawn session and the reward that it is worth; a later one replaces it.
 
-    The same rating again writes nothing.
+    `given` is the rating as feedback; without it the session has the reward already. The same rating again writes
+    nothing.
 
     Raises:
         Conflict: the session was not drawn.
     """
-    draw = draw_of(conn, given.tenant, given.session_id, lock=True)
+    draw = draw_of(conn, tenant, session_id, lock=True)
     if draw.rated_at is not None and draw.rating == reward:
         return draw
-    feedback.add(conn, given, reward=reward, retrain=retrain)
-    values = {"rating": reward, "rated_at": rows.to_micros(utc_now()), "written_by": given.written_by}
+    if given is not None:
+        feedback.add(conn, given, reward=reward, retrain=retrain)
+    values = {"rating": reward, "rated_at": rows.to_micros(utc_now()), "written_by": written_by}
     conn.execute(sa.update(rating_draws).where(rating_draws.c.draw_id == draw.draw_id).values(**values))
     return _read(conn, draw.draw_id)
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.features.copies import FORKED
-from turnwise.features.ratings.draws import OVER, Draw, draws_of, inclusion
+from turnwise.features.ratings.draws import OVER, Draw, draws_of, inclusion, rating_draws
 from turnwise.features.ratings.predictions import predicted_rewards
 from turnwise.store import rows
 from turnwise.store.experiences import MAY_BE_TRAINED
@@ -63,6 +63,12 @@ class RatedSession:
     @property
     def key(self) -> SessionKey:
         return self.tenant, self.session_id
+
+
+def is_asked(conn: sa.Connection, policy_id: int) -> bool:
+    """Return whether anybody was asked about a session of the policy."""
+    some = sa.select(rating_draws.c.draw_id).where(rating_draws.c.policy_id == policy_id).limit(1)
+    return conn.execute(some).first() is not None
 
 
 def sessions_of(

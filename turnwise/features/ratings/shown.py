@@ -7,8 +7,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.features.ratings.draws import PER_VERSION, forget, num_candidates, rating_draws
+from turnwise.features.ratings.draws import forget, missing, rating_draws
 from turnwise.features.ratings.predictions import predicted_rewards
+from turnwise.features.ratings.rated import sessions_of
 from turnwise.store.extensions import Column, Extension
 from turnwise.store.policies import names_of_policies
 from turnwise.store.schema import sessions
@@ -58,14 +59,13 @@ RATING = Column(
 def _findings(conn: sa.Connection, tenant: str | None) -> Iterator[tuple[str, str]]:
     """Say of each policy that people were asked about how many ratings are missing until its next version."""
     c = rating_draws.c
-    counted = sa.select(c.policy_id, c.tenant, sa.func.count(c.rated_at).label("rated")).group_by(c.policy_id, c.tenant)
-    if tenant is not None:
-        counted = counted.where(c.tenant == tenant)
+    asked = sa.select(c.policy_id, c.tenant).distinct().order_by(c.policy_id, c.tenant)
     names = names_of_policies(conn)
-    for policy_id, of_tenant, rated in conn.execute(counted.order_by(c.policy_id, c.tenant)):
-        missing, left = PER_VERSION - rated % PER_VERSION, num_candidates(conn, of_tenant, policy_id)
-        of = f"policy {names.get(policy_id)!r}: {rated} sessions are rated, and {left} are not"
-        yield "ratings", f"{of}; {missing} ratings are missing until the next version"
+    for policy_id, of_tenant in conn.execute(asked if tenant is None else asked.where(c.tenant == tenant)).all():
+        known = sessions_of(conn, policy_id, of_tenant)
+        num_rated = sum(one.rating is not None for one in known)
+        of = f"policy {names.get(policy_id)!r}: {num_rated} sessions are rated, and {len(known) - num_rated} are not"
+        yield "ratings", f"{of}; {missing(num_rated)} ratings are missing until the next version"
 
 
 EXTENSION = Extension(

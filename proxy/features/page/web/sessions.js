@@ -1,6 +1,7 @@
 // Sessions: what was said in them; found by what they are and by what they hold; and a group side by side.
 import {ago, card, chip, chips, empty, facts, filtered, lasted, link, make, makeForm, mean, message, money, number, optional, path, plural, readiness, request, select, status} from "./page.js";
 import {agentOf} from "./session.js";
+import {rate} from "./rate.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;
 const OUTCOMES = ["", "exact", "retokenised", "aborted", "error", "untrainable"];
@@ -13,12 +14,14 @@ const SEARCHED = new Set(["text", "outcome", "reason", "policy_version", "min_re
 // Filters that are often wanted. Every filter is an address, so a person keeps others as bookmarks.
 const KEPT = [["All", ""], ["Open", "status=open"], ["With a failed call", "outcome=error"], ["Reward 0 or less", "max_reward=0"], ["Held out", "split=eval"]];
 
-export async function sessions(query) {
+export async function sessions(query, policy) {
+  if (query === "rate") return rate(policy);
   await readiness();
   const wanted = new URLSearchParams(query ?? ""), results = make("div", {});
   const fill = async () => results.replaceChildren(...await found(wanted));
   await fill();
   const kept = KEPT.map(([title, filter]) => make("a", {href: `#sessions${filter ? `/${filter}` : ""}`, attributes: wanted.toString() === filter ? {"aria-current": "page"} : {}}, title));
+  kept.push(link("sessions/rate", "Rate these"));
   return {content: [make("h2", {}, "Sessions, newest first"), make("p", {className: "kept"}, ...kept), filterForm(wanted), results], refresh: fill,
     wants: (event) => event.kind === "session" && !wanted.has("after") && (!wanted.has("group_id") || event.data.group_id === wanted.get("group_id"))};
 }
@@ -43,7 +46,7 @@ export const sessionList = (found) => make("ul", {className: "sessions"}, ...fou
   make("p", {className: "numbers quiet"}, ...dotted([plural(each.num_turns, "turn"), each.summary.num_sampled_tokens === null ? "" : plural(each.summary.num_sampled_tokens, "token"),
     money(each.cost), lasted(each), ago(each.created_at),
     each.status === "ended" ? each.termination_reason : make("span", {}, status(each.status)), each.summary.last_outcome && each.summary.last_outcome !== "exact" ? status(each.summary.last_outcome) : "",
-    ...["task", "user"].map((noun) => each[`${noun}_id`] ? make("span", {}, `${noun} `, filtered(`${noun}_id`, each[`${noun}_id`])) : ""), agentOf(each), each.split === "eval" ? "held out" : "", each.train ? "" : "not to be trained", ...each.labels.map((one) => chip(one.label, one.note))])))));
+    ...["task", "user"].map((noun) => each[`${noun}_id`] ? make("span", {}, `${noun} `, filtered(`${noun}_id`, each[`${noun}_id`])) : ""), agentOf(each), each.split === "eval" ? "held out" : "", each.train ? "" : "not to be trained", each.rating, ...each.labels.map((one) => chip(one.label, one.note))])))));
 
 const dotted = (parts) => parts.filter(Boolean).flatMap((part, at) => at ? [" · ", part] : [part]);
 
