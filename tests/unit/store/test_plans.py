@@ -38,6 +38,7 @@ NOT_RECORDED = {
     "store/statements.py": "sends what its callers ask for",
     "features/copying.py": "reads every table whole, because a person asks for it",
     "store/database.py": "connects and migrates",
+    "features/proxies.py": "sends and listens, on PostgreSQL alone",
 }
 LOST_RACES = {"store/sessions.py: groups.leave(conn, [pk for key, pk in group_pks.items() if key not in created])"}
 """Call sites that run only if another transaction has created the same session meanwhile."""
