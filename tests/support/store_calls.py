@@ -464,6 +464,7 @@ OF_TENANT: dict[str, Ask] = {
     "a changed group": _regroup,
     "a turn to append": lambda c: turns.append_turns(c, [_turn()]),
     "a turn that goes on from a summary": lambda c: turns.append_turns(c, _compacted()),
+    "a turn that goes on from a summary without a text": lambda c: turns.append_turns(c, _silent()),
     "the session of a context that goes on from a summary": lambda c: (
         turns.append_turns(c, _compacted()[:2]),
         summaries.session_summed_up(c, "t", ["s"], _compacted()[2].messages),
@@ -656,6 +657,12 @@ def _compacted() -> list[Turn]:
         *attempts,
         *(make_turn(name, messages=[said | {"role": "user"}], role=role, **of_session) for name, role in on),
     ]
+
+
+def _silent() -> list[Turn]:
+    summary, _, on, _ = _compacted()
+    nothing, short = {"role": "assistant", "content": ""}, [{"role": "user", "content": "Go."}]
+    return [dataclasses.replace(summary, response=nothing), dataclasses.replace(on, messages=short)]
 
 
 def _turn() -> Turn:
