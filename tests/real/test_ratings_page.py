@@ -44,12 +44,21 @@ def shown(page: Any) -> str:
     return page.locator("main dl.inline a").first.inner_text()
 
 
+def _rated(page: Any) -> str:
+    return page.inner_text("main p[role=status]").rpartition(": ")[2]
+
+
+def _shown_or_none(page: Any) -> str | None:
+    return shown(page) if page.locator("main dl.inline a").count() else None
+
+
 def press(page: Any, keys: str) -> str:
     """Press keys one after another, and wait for the next session; return the one that was shown."""
     before = shown(page)
     for key in keys:
         page.keyboard.press(key)
-    wait_until(lambda: before in page.inner_text("main p[role=status]"), "the rating is stored")
+    # The next key counts when the next session is shown.
+    wait_until(lambda: _rated(page) == before and _shown_or_none(page) != before, "the next session is shown")
     return before
 
 

@@ -24,7 +24,7 @@ export async function rate(policy) {
     const missing = summary.missing === 1 ? "1 rating is missing" : `${number(summary.missing)} ratings are missing`;
     box.replaceChildren(inlineFacts([["session", link(`session/${path(drawn.session_id)}`, drawn.session_id)], ["drawn with", `probability 1 / ${number(drawn.num_candidates)}`], ["rated so far", number(numRated)], ["next version", missing]]),
       ...turns.data.flatMap((turn) => [...(turn.messages ?? []).map(message), message({role: "assistant", ...turn.response})]),
-      turns.has_more ? make("p", {className: "quiet"}, `The first ${plural(TURNS, "turn")} are shown.`) : null, ...(other ? pair(drawn, turns.data, other) : []), noteForm());
+      ...(turns.has_more ? [make("p", {className: "quiet"}, `The first ${plural(TURNS, "turn")} are shown.`)] : []), ...(other ? pair(drawn, turns.data, other) : []), noteForm());
     box.focus();
   }
 
