@@ -1,8 +1,8 @@
 """What the processes of all proxies on one PostgreSQL tell each other, as the workers of one proxy do by their parent.
 
-An engine stays paused after a load until all of them label its next token with the version, and a revoked key is
-forgotten at once. A process whose connection is down, or whose pooler passes no messages on, reads labels with the
-reloader's next round, and the driver of a reload does not wait for it.
+An engine stays paused after a load until all of them label its next token with the version, one that gets a version on
+trial is drained by all, and a revoked key is forgotten at once. A process whose connection is down, or whose pooler
+passes no messages on, reads labels with the reloader's next round, and the driver of a reload does not wait for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from proxy.services import Services
 
 log = logging.getLogger(__name__)
-PASSED_ON = frozenset({"keys", "weights"})
-"""Changes that other proxies follow at once; those of sessions they see with the session's next turn."""
+OWN = frozenset({"session"})
+"""Changes that other proxies need not follow: those of a session they see with its next turn."""
 RETRY_SECONDS = 1.0
 POOLER_SECONDS = 60.0
 """When messages are tried again that did not arrive."""
@@ -51,11 +51,13 @@ class Proxies(Beside):
                 await self._listen()
             except StoreError as error:
                 log.warning("%s; other proxies' reloads are followed within a round", error)
+            except Exception:  # the task's outermost edge: an unexpected error must not end it
+                log.exception("other proxies' messages could not be read, will retry")
             self._pid = 0
             await asyncio.sleep(RETRY_SECONDS)
 
     def tell(self, change: str, *of: str) -> None:
-        if change in PASSED_ON:
+        if change not in OWN:
             self._start(self._tell([self._name, "", change, *of]))
 
     async def confirm(self, seconds: float, change: str, *of: str) -> None:
@@ -80,13 +82,20 @@ class Proxies(Beside):
         async with contextlib.aclosing(listen(url)) as messages:
             self._pid = await anext(messages)
             await self._send([self._name, "", "hello"])
-            async for sender, receipt, change, *of in messages:
-                if change == "followed":
-                    await self._note(receipt, sender)
-                elif sender != self._name and change in PASSED_ON:
-                    self._start(self._follow(receipt, change, of))
+            async for message in messages:
+                await self._take(message)
         log.warning("the pooler before the database passes no messages on; let it keep one connection for each session")
         await asyncio.sleep(POOLER_SECONDS)
+
+    async def _take(self, message: Any) -> None:
+        match message:
+            case [str(sender), str(receipt), "followed"]:
+                await self._note(receipt, sender)
+            case [str(sender), str(receipt), str(change), *of]:
+                if sender != self._name:
+                    self._start(self._follow(receipt, change, of))
+            case _:
+                log.warning("a message on the database's channel is not a proxy's, and is not followed: %r", message)
 
     async def _note(self, receipt: str, sender: str) -> None:
         async with self._arrived:
@@ -94,7 +103,10 @@ class Proxies(Beside):
             self._arrived.notify_all()
 
     async def _follow(self, receipt: str, change: str, of: list[str]) -> None:
-        await self._services.changes[change](*of)
+        """Follow a change, and confirm it; one of which this proxy knows nothing, as "hello", needs nothing."""
+        follow = self._services.changes.get(change)
+        if follow is not None:
+            await follow(*of)
         if receipt:
             await self._tell([self._name, receipt, "followed"])
 

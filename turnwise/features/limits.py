@@ -50,6 +50,8 @@ limit_holders = sa.Table(
     sa.Column("expires_at", sa.BigInteger, nullable=False),
 )
 """How many calls at once each process may have of a key or tenant, and how many it has that run or wait."""
+MINUTE = 60_000_000
+"""In microseconds."""
 SPARE_PART = 8
 """A process gets an eighth of what nobody needs beside what it needs, so shares become small as a limit is reached."""
 
@@ -157,14 +159,16 @@ def _take_rates(conn: sa.Connection, need: Need, instant: int) -> tuple[int, flo
         first = {"requests": most_requests, "tokens": most_tokens, "updated_at": instant}
         insert_ignoring(conn, table, {"tenant": need.tenant, "key_id": need.key_id, **first})
         row = conn.execute(found).one()
-    minutes = min(1.0, max(0.0, (instant - row.updated_at) / 60e6))
+    # Another process may have read the clock later and come first; a later time is from before the clock was set back.
+    since = row.updated_at if row.updated_at <= instant + MINUTE else instant
+    minutes = min(1.0, max(0.0, (instant - since) / MINUTE))
     requests = min(most_requests, row.requests + minutes * most_requests - min(0, need.num_requests))
     tokens = min(most_tokens, row.tokens + minutes * most_tokens) - need.num_tokens
     granted = 0
     if need.num_requests > 0:
         granted = min(math.floor(requests), max(need.num_requests, math.ceil(requests / SPARE_PART)))
     requests -= granted
-    levels = {"requests": requests, "tokens": tokens, "updated_at": max(instant, row.updated_at)}
+    levels = {"requests": requests, "tokens": tokens, "updated_at": max(instant, since)}
     conn.execute(sa.update(table).where(*own).values(**levels))
     return granted, requests, tokens
 
@@ -176,31 +180,40 @@ def _take_places(conn: sa.Connection, holder: str, need: Need, instant: int, sec
     of_limit = c.tenant == need.tenant, c.key_id == need.key_id
     longest = instant + int(2 * seconds * 1e6)  # a later end was written before the clock was set back
     is_over = sa.or_(c.expires_at <= instant, c.expires_at > longest)
-    conn.execute(sa.delete(table).where(*of_limit, sa.or_(is_over, c.holder == holder)))
+    ended = sa.delete(table).where(*of_limit, sa.or_(is_over, c.holder == holder)).returning(c.holder, c.num_calls)
+    num_before = sum(each.num_calls for each in conn.execute(ended) if each.holder == holder)
     others = conn.execute(sa.select(c.num_calls, c.num_needed).where(*of_limit)).all()
     if need.is_idle:
         return 0, 0
     free = max(0, need.rule.max_calls - sum(each.num_calls for each in others))
-    fair = fair_part(need.rule.max_calls, need.num_needed, [each.num_needed for each in others])
-    granted = max(need.num_held, min(free, fair))
+    needs = need.rule.max_calls, need.num_needed, [each.num_needed for each in others]
+    others_lack = any(each.num_calls < each.num_needed for each in others)
+    fair = fair_part(*needs, divide=math.floor if others_lack else math.ceil)
+    granted = need.num_held
+    if not (others_lack and num_before > granted):  # a place that is given back is first another's to take
+        granted = max(granted, min(free, fair_part(*needs)))
     place = {"tenant": need.tenant, "key_id": need.key_id, "holder": holder}
     held = {"num_calls": granted, "num_needed": need.num_needed, "expires_at": instant + int(seconds * 1e6)}
     conn.execute(sa.insert(table).values(**place, **held))
     return granted, fair
 
 
-def fair_part(most: int, own: int, others: Sequence[int]) -> int:
-    """Return one process's part of a limit: what it needs and some more, or as much as each that needs more gets."""
+def fair_part(most: int, own: int, others: Sequence[int], *, divide: Callable[[float], int] = math.ceil) -> int:
+    """Return one process's part of a limit: what it needs and some more, or as much as each that needs more gets.
+
+    Rounded up, parts together may be more than the limit, and the first ones to ask get theirs. One keeps its part
+    rounded down while others lack places, so that each has its turn where a limit is less than there are processes.
+    """
     spare = most - own - sum(others)
     if spare >= 0:
         return own + math.ceil(spare / SPARE_PART)
-    left, needs = most, sorted((own, *others))
+    left, level, needs = most, 0, sorted((own, *others))
     for number, need in enumerate(needs):
-        part = math.ceil(left / (len(needs) - number))
-        if need > part:
-            return min(own, part)
+        level = max(level, divide(left / (len(needs) - number)))
+        if need > level:
+            break
         left -= need
-    return own
+    return min(own, level)
 
 
 def used_tokens(since_day: Callable[[], int | None]) -> ReadColumn:

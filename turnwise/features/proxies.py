@@ -28,6 +28,14 @@ _OTHERS = (
 ANSWER_SECONDS = 5.0
 """How long the server may take to answer, and how often a silent connection is tried."""
 
+_NOTICE_LOSS = (
+    "tcp_keepalives_idle = 10",
+    "tcp_keepalives_interval = 5",
+    "tcp_keepalives_count = 3",
+    "tcp_user_timeout = 25000",
+)
+"""Settings of a listening connection: the server ends it, with its lock, half a minute after its host was lost."""
+
 
 def send(conn: Connection, message: Any, own_pid: int) -> int:
     """Send a message to all processes that listen; return how many others these are."""
@@ -48,19 +56,28 @@ async def listen(url: str) -> AsyncGenerator[Any]:
         async with asyncio.timeout(ANSWER_SECONDS):
             conn = await psycopg.AsyncConnection.connect(plain, autocommit=True)
         async with conn:
+            for setting in _NOTICE_LOSS:
+                await _ask(conn, f"SET {setting}")
             await _ask(conn, f"LISTEN {CHANNEL}")
             yield conn.info.backend_pid
             first = [each async for each in conn.notifies(timeout=2 * ANSWER_SECONDS, stop_after=1)]
             if first:
                 await _ask(conn, "SELECT pg_advisory_lock_shared({}, {})".format(*_LOCK))
             for notification in first:
-                yield json.loads(notification.payload)
+                yield _message(notification.payload)
             while first:
                 async for notification in conn.notifies(timeout=ANSWER_SECONDS):
-                    yield json.loads(notification.payload)
+                    yield _message(notification.payload)
                 await _ask(conn, "SELECT 1")
     except (psycopg.Error, TimeoutError) as error:
         raise StoreUnavailable(f"no messages of other proxies: {error or 'the database does not answer'}") from error
+
+
+def _message(payload: str) -> Any:
+    try:
+        return json.loads(payload)
+    except ValueError:
+        return payload  # of another program
 
 
 async def _ask(conn: psycopg.AsyncConnection[Any], statement: str) -> None:

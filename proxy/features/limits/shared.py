@@ -50,16 +50,16 @@ class SharedScope(Scope):
         self._next_request_at = -math.inf
 
     def blocked_seconds(self, now: float) -> float:
-        if not self._is_held:
+        if not self._is_held or now >= self._ends_at:
             return math.inf
-        if self._rule.max_calls is not None and (self.num_calls >= self._most_calls or now >= self._ends_at):
+        if self._rule.max_calls is not None and self.num_calls >= self._most_calls:
             return math.inf
         if self._rule.requests_per_minute is not None and self._num_requests < 1:
             return max(self._next_request_at - now, ROUND_SECONDS)
         return super().blocked_seconds(now)
 
     def is_idle(self, now: float) -> bool:  # noqa: ARG002
-        return not (self.num_calls or self.num_waiting or self._is_held)
+        return not (self.num_calls or self.num_waiting or self._is_held or self._unreported)
 
     def enter(self) -> None:
         super().enter()
@@ -69,6 +69,12 @@ class SharedScope(Scope):
     def leave(self, num_tokens: int) -> None:
         super().leave(num_tokens)
         self._unreported += num_tokens
+        # Above its part a place ends with its call: calls that wait here must not keep it from other processes.
+        self._most_calls = max(self.num_calls, min(self._most_calls, self._fair_calls))
+
+    def end(self) -> None:
+        """Give the whole share back with the next report, if no call runs."""
+        self._is_used, self._renew_at = False, -math.inf
 
     def may_ask(self, now: float) -> bool:
         return now >= self._ask_at
@@ -103,7 +109,8 @@ class SharedScope(Scope):
         self._most_calls, self._fair_calls = share.num_calls, share.fair_calls
         self._ends_at = asked_at + LEASE_SECONDS
         self._num_requests += share.num_requests
-        self._renew_at = now + RENEW_SECONDS
+        has_more = share.num_calls > max(self.num_calls, share.fair_calls)
+        self._renew_at = now if has_more else now + RENEW_SECONDS
         self._ask_at = now if self.blocked_seconds(now) == 0 else now + ROUND_SECONDS
         if self._rule.requests_per_minute is not None:
             self._next_request_at = now + max(0.0, 1 - share.requests_left) * 60 / self._rule.requests_per_minute
@@ -142,9 +149,7 @@ class SharedLimits(Beside):
             for _ in range(MAX_ROUNDS):
                 if not self._may_gain(scopes):
                     return
-                if self._next is None:
-                    self._next = asyncio.create_task(self._round())
-                await asyncio.shield(self._next)
+                await self._ask()
         finally:
             for scope in scopes:
                 scope.num_waiting -= 1
@@ -153,16 +158,25 @@ class SharedLimits(Beside):
         while self._database is not None:
             await asyncio.sleep(ROUND_SECONDS)
             try:
-                await self._round()
+                await self._ask()
             except StoreError as error:
                 self._metrics.background_errors.labels("limits").inc()
                 log.warning("the limits of all proxies could not be read, and calls use what this one has: %s", error)
+            except Exception:  # the task's outermost edge: an unexpected error must not end it
+                self._metrics.background_errors.labels("limits").inc()
+                log.exception("the limits of all proxies could not be read")
 
     def _may_gain(self, scopes: list[Scope]) -> bool:
         """Return whether a call has no place for now, and each share that it needs may become larger."""
         now = asyncio.get_running_loop().time()
         blocked = [scope for scope in scopes if scope.blocked_seconds(now)]
         return bool(blocked) and all(isinstance(each, SharedScope) and each.may_ask(now) for each in blocked)
+
+    async def _ask(self) -> None:
+        """Wait for the next round; whoever is cancelled meanwhile leaves it whole, so nothing is reported twice."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._round())
+        await asyncio.shield(self._next)
 
     async def _round(self) -> None:
         async with self._lock:
@@ -193,8 +207,11 @@ class SharedLimits(Beside):
             return settle(connection, self._holder, LEASE_SECONDS, needs)
 
     async def _close(self) -> None:
-        """Report the last tokens; the places end with their lease."""
+        """Report the last tokens and give the shares back; those of calls that were cut off end with their lease."""
         assert self._database is not None
+        for scope in self._limits.scopes.values():
+            if isinstance(scope, SharedScope):
+                scope.end()
         try:
             await self._round()
         except StoreError as error:

@@ -30,7 +30,7 @@ async def a_proxy(url: str, followed: asyncio.Queue[Any], may_follow: asyncio.Ev
         process=Process(),
         database=database,
         settings=SimpleNamespace(database=SimpleNamespace(get_secret_value=lambda: url)),
-        changes={"weights": follow, "keys": follow},
+        changes={"weights": follow, "keys": follow, "drained": follow},
         closing=[],
     )
     running = asyncio.create_task(Proxies(services).run())
@@ -78,6 +78,18 @@ async def test_a_label_is_followed_by_all_proxies_before_the_engine_goes_on_and_
         await wait_for_listeners(url, 1)
         await driver.confirm(2 * WAIT_SECONDS, "weights", URL, VERSION)
         assert own.empty()
+
+
+async def test_an_engine_is_drained_by_all_proxies_and_messages_of_other_programs_are_passed_over(url):
+    followed: asyncio.Queue[Any] = asyncio.Queue()
+    async with a_proxy(url, asyncio.Queue()) as driver, a_proxy(url, followed), asyncio.timeout(WAIT_SECONDS):
+        await wait_for_listeners(url, 2)
+        with contextlib.closing(Database(url)) as database, database.write() as connection:
+            for payload in ("vacuumed", '{"of": "another program"}', '["short"]'):
+                connection.exec_driver_sql("SELECT pg_notify('turnwise', %s)", (payload,))
+        await driver.confirm(2 * WAIT_SECONDS, "drained", URL)
+        assert followed.get_nowait() == (URL,)
+        await driver.confirm(2 * WAIT_SECONDS, "of another release", URL)
 
 
 async def test_a_proxy_listens_again_when_the_server_has_ended_its_connection(url):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.migrated import new_database
 from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
 from proxy.calls.capture import Running
 from proxy.features import Settings
 from proxy.features.limits.calls import Bucket, Limits
+from proxy.features.limits.shared import LEASE_SECONDS, RENEW_SECONDS, ROUND_SECONDS, SharedScope
 from proxy.metrics import Metrics
 from proxy.routes.calls import admit
 from turnwise.errors import Overloaded
-from turnwise.features.limits import fair_part
+from turnwise.features.limits import Need, Rule, Share, fair_part, settle
+from turnwise.store.database import Database
 
 
 def make_limits(**settings: Any) -> Limits:
@@ -65,6 +69,100 @@ async def test_a_call_over_the_limit_of_the_proxy_is_refused_with_the_time_to_re
 )
 def test_a_process_gets_what_it_needs_or_as_much_of_a_limit_as_others_that_need_more(own, others, part):
     assert fair_part(8, own, others) == part
+
+
+@pytest.mark.parametrize(("most", "needs", "part"), [(1, [1, 1, 1, 1], 1), (2, [1, 1, 1], 1), (7, [2, 2, 2, 2], 2)])
+def test_the_parts_of_processes_that_need_the_same_use_all_of_a_limit(most, needs, part):
+    assert fair_part(most, needs[0], needs[1:]) == part
+
+
+@pytest.fixture
+def database(tmp_path):
+    with contextlib.closing(new_database(tmp_path / "limits.db")) as database:
+        yield database
+
+
+class Sharer:
+    """What one process has of a limit of one key, with a call that always waits for a place."""
+
+    def __init__(self, database: Database, holder: str, rule: Rule) -> None:
+        self._database, self._holder = database, holder
+        self.scope = SharedScope("key 'a'", "t", "a", rule, 0.0)
+
+    def exchange(self, now: float) -> None:
+        if (need := self.scope.need(now)) is not None:
+            self.scope.reported(need)
+            with self._database.write() as connection:
+                [share] = settle(connection, self._holder, LEASE_SECONDS, [need])
+            self.scope.take(need, share, now, now)
+
+    def enters(self, now: float) -> bool:
+        if self.scope.blocked_seconds(now):
+            return False
+        self.scope.enter()
+        return True
+
+
+def test_processes_whose_calls_always_wait_for_the_one_place_have_it_in_turn(database):
+    sharers = [Sharer(database, holder, Rule(max_calls=1)) for holder in "abc"]
+    for sharer in sharers:
+        sharer.scope.num_waiting = 1
+    served, running = [], None
+    for round_number in range(40):
+        now = round_number * ROUND_SECONDS
+        for sharer in sharers:
+            if sharer is running:  # its call ends, and the next one of its queue tries to come in
+                sharer.scope.leave(0)
+                running = None
+            sharer.exchange(now)
+            if sharer.enters(now):
+                assert running is None
+                running = sharer
+                served.append(sharer)
+    assert min(served.count(sharer) for sharer in sharers) >= len(served) // 4 > 0
+
+
+def test_a_place_that_is_free_at_one_process_is_anothers_within_the_time_of_a_renewal(database):
+    rich, poor = [Sharer(database, holder, Rule(max_calls=1)) for holder in "ab"]
+    rich.scope.num_waiting = 1
+    rich.exchange(0.0)
+    rich.scope.num_waiting = 0
+    assert rich.enters(0.0)
+    rich.scope.leave(0)
+    poor.scope.num_waiting = 1
+    seconds = [(1 + number) * ROUND_SECONDS for number in range(round(RENEW_SECONDS / ROUND_SECONDS) + 2)]
+    for now in seconds:
+        rich.exchange(now)
+        poor.exchange(now)
+    assert poor.enters(seconds[-1])
+
+
+def test_a_share_of_tokens_ends_where_the_store_is_away_and_a_failed_report_is_not_forgotten():
+    scope = SharedScope("key 'a'", "t", "a", Rule(tokens_per_minute=60), 0.0)
+    need = Need("t", "a", Rule(tokens_per_minute=60))
+    scope.take(need, Share(0, 0, 0, 0.0, 60.0), 0.0, 0.0)
+    assert scope.blocked_seconds(LEASE_SECONDS - 1) == 0
+    assert scope.blocked_seconds(LEASE_SECONDS) > 60
+    scope.enter()
+    scope.leave(9)
+    scope.end()
+    last = scope.need(1.0)
+    assert last is not None
+    assert (last.num_tokens, last.is_idle) == (9, True)
+    scope.reported(last)
+    scope.failed(last)
+    assert not scope.is_idle(2.0)
+
+
+def test_a_minute_is_refilled_after_the_databases_clock_was_set_back(database, monkeypatch):
+    times = iter([3_600_000_000, 60_000_000, 120_000_000])
+    monkeypatch.setattr("turnwise.features.limits.clock", lambda _: next(times))
+    granted = []
+    for _ in range(3):
+        with database.write() as connection:
+            need = Need("t", "a", Rule(requests_per_minute=8), num_requests=8)
+            granted += [share.num_requests for share in settle(connection, "p", LEASE_SECONDS, [need])]
+    assert granted == [8, 0, 8]
 
 
 async def test_one_key_at_its_limit_does_not_stop_another():
