@@ -13,6 +13,7 @@ import functools
 import ipaddress
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +66,9 @@ class DevicesSettings(Settings):
     replicas: int = Field(default=1, ge=1)
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
+    silent_seconds: float = Field(default=60.0, ge=10.0)
+    """With processes on several hosts: how long one may not be heard before all end, naming its host. Long steps and
+    writes do not count: threads of their own are heard."""
 
 
 class Processes(World):
@@ -143,7 +147,11 @@ class Processes(World):
         return values
 
 
-def join_world() -> Sharded:
+_WATCHES = contextlib.ExitStack()
+"""What ends the watch for the other hosts."""
+
+
+def join_world(settings: TrainerSettings) -> Sharded:
     """Join the processes that `torchrun` started, NCCL on GPUs, gloo on CPUs; return how they hold a model.
 
     Raises:
@@ -154,7 +162,7 @@ def join_world() -> Sharded:
         check_address(environment)
         on_gpu = torch.cuda.is_available()
         dist.init_process_group("nccl" if on_gpu else "gloo")
-        watch(environment)
+        _WATCHES.callback(watch(environment, _own(settings).silent_seconds))
         if on_gpu:
             torch.cuda.set_device(dist.get_node_local_rank())
     return Sharded()
@@ -181,7 +189,7 @@ def check_address(environment: Mapping[str, str]) -> None:
 
 
 def place_of(settings: TrainerSettings) -> Whole:
-    return join_world() if _own(settings).multi_devices else Whole()
+    return join_world(settings) if _own(settings).multi_devices else Whole()
 
 
 def check_divisible(settings: TrainerSettings) -> None:
@@ -245,6 +253,8 @@ def mesh_of(device: torch.device, axis: str, replicas: int) -> DeviceMesh:
 
 def leave_world() -> None:
     _group_for.cache_clear()
+    if sys.exc_info()[0] is None:  # after an error this process counts as silent where torchrun does not end the others
+        _WATCHES.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

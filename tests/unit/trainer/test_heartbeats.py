@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.features import heartbeats
-from trainer.features.heartbeats import SILENT_SECONDS, Heartbeats
+from trainer.features.heartbeats import BEAT_SECONDS, Heartbeats
 
 
 class OneStore:
@@ -24,6 +24,9 @@ class OneStore:
         return self._words[key].encode()
 
 
+SILENT_SECONDS = 60.0
+
+
 @pytest.fixture
 def now(monkeypatch):
     """A clock that each test sets: `now[0]`."""
@@ -32,25 +35,58 @@ def now(monkeypatch):
     return clock
 
 
-def test_a_process_that_counts_up_no_more_is_named_with_its_host(now):
-    store, one, other = OneStore(), Heartbeats(0, 3, "a"), Heartbeats(1, 3, "a")
-    third = Heartbeats(2, 3, "a")
-    third.beat(store, "host-c")
-    for now[0] in (0.0, SILENT_SECONDS, SILENT_SECONDS + 1):
-        other.beat(store, "host-b")
-        one.beat(store, "host-a")
-    problem = one.problem(now[0])
-    assert problem is not None
-    assert problem.startswith("process 2 on 'host-c' of the trainer has not been heard")
-    third.beat(store, "host-c")
-    one.beat(store, "host-a")
-    assert one.problem(now[0]) is None
+@pytest.fixture
+def look(now):
+    """Return what lets time pass while a process looks, and others count up; and returns what it has found."""
+
+    def look(one, seconds, store, *others):
+        found = None
+        for _ in range(round(seconds / BEAT_SECONDS)):
+            now[0] += BEAT_SECONDS
+            for each in (*others, one) if store else ():
+                each.beat(store, f"host-{each._rank}")
+            found = one.problem()
+        return found
+
+    return look
 
 
-def test_a_store_that_does_not_answer_is_named_with_its_host(now):
-    alone = Heartbeats(1, 2, "host-a")
-    assert alone.problem(SILENT_SECONDS) is None
-    now[0] = SILENT_SECONDS + 1
-    problem = alone.problem(now[0])
+def world(size=3):
+    return [Heartbeats(rank, size, "host-0", SILENT_SECONDS) for rank in range(size)]
+
+
+def test_a_process_that_counts_up_no_more_is_named_with_its_host(look):
+    store, (one, other, third) = OneStore(), world()
+    assert look(one, 10, store, other, third) is None
+    assert look(one, SILENT_SECONDS - BEAT_SECONDS, store, other) is None
+    problem = look(one, 2 * BEAT_SECONDS, store, other)
     assert problem is not None
-    assert problem.startswith("torchrun's store on 'host-a' has not answered")
+    assert problem.startswith("process 2 on 'host-2' of the trainer has not been heard")
+    assert look(one, BEAT_SECONDS, store, other, third) is None
+
+
+def test_a_store_that_does_not_answer_is_named_with_its_host(look):
+    alone, _ = world(2)
+    assert look(alone, SILENT_SECONDS, None) is None
+    problem = look(alone, BEAT_SECONDS, None)
+    assert problem is not None
+    assert problem.startswith("torchrun's store on 'host-0' has not answered")
+
+
+def test_a_process_that_was_stopped_itself_calls_no_other_silent(look, now):
+    """As its host was swapped out, or all of them were at once."""
+    store, (one, other, third) = OneStore(), world()
+    assert look(one, 10, store, other, third) is None
+    now[0] += 10 * SILENT_SECONDS
+    assert one.problem() is None
+    assert look(one, BEAT_SECONDS, store, other, third) is None
+
+
+def test_a_process_that_has_done_its_work_is_not_silent(look):
+    """The others may write for longer, and are not to be ended."""
+    store, (one, other, third) = OneStore(), world()
+    assert look(one, 10, store, other, third) is None
+    third.leave(store)
+    assert look(one, 3 * SILENT_SECONDS, store, other) is None
+    assert look(one, 10, store, other, third) is None  # started again
+    assert look(one, 2 * SILENT_SECONDS, store, other) is not None
