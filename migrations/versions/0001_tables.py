@@ -94,7 +94,7 @@ CREATE TABLE feedback (session_pk {key} NOT NULL, turn_id TEXT NOT NULL, kind TE
     CONSTRAINT pk_feedback PRIMARY KEY (session_pk, turn_id, kind, name),
     CONSTRAINT fk_feedback_session_pk_sessions FOREIGN KEY(session_pk) REFERENCES sessions (session_pk));
 CREATE TABLE predicted_rewards (session_pk {key} NOT NULL, policy_id INTEGER NOT NULL,
-    policy_version INTEGER NOT NULL, mean FLOAT, deviation FLOAT, is_held INTEGER NOT NULL, made_at BIGINT NOT NULL,
+    policy_version INTEGER NOT NULL, mean FLOAT NOT NULL, deviation FLOAT NOT NULL, made_at BIGINT NOT NULL,
     CONSTRAINT pk_predicted_rewards PRIMARY KEY (session_pk),
     CONSTRAINT fk_predicted_rewards_session_pk_sessions FOREIGN KEY(session_pk)
     REFERENCES sessions (session_pk) ON DELETE CASCADE);
@@ -152,7 +152,6 @@ CREATE INDEX ix_sessions_split ON sessions (split, session_pk);
 CREATE INDEX ix_sessions_user ON sessions (tenant, user_id) WHERE user_id IS NOT NULL;
 CREATE INDEX ix_sessions_key ON sessions (tenant, key_id) WHERE key_id IS NOT NULL;
 CREATE INDEX ix_sessions_denied ON sessions (tenant, session_pk) WHERE train = 0;
-CREATE INDEX ix_session_copies_source ON session_copies (tenant, source_id);
 CREATE UNIQUE INDEX ix_turns_request ON turns (session_pk, request_key) WHERE request_key IS NOT NULL;
 CREATE INDEX ix_turns_inferred ON turns (inferred_by, history_digest) WHERE inferred_by IS NOT NULL;
 CREATE INDEX ix_turns_inferred_dialogue ON turns (inferred_by, dialogue_digest) WHERE inferred_by IS NOT NULL;
@@ -171,6 +170,7 @@ CREATE INDEX ix_groups_imported ON groups (imported, group_pk) WHERE imported IS
 CREATE INDEX ix_trained_sessions_update ON trained_sessions (update_id);
 CREATE INDEX ix_policy_versions_status ON policy_versions (status, policy_id);
 CREATE INDEX ix_policy_versions_policy ON policy_versions (policy_id, version);
+CREATE INDEX ix_session_copies_source ON session_copies (tenant, source_id);
 CREATE INDEX ix_session_labels_label ON session_labels (label, tenant, session_pk);
 CREATE INDEX ix_examples_session ON examples (session_pk);
 CREATE INDEX ix_examples_policy ON examples (policy_id);

@@ -91,6 +91,9 @@ def test_what_nobody_was_asked_about_and_what_says_nothing_is_refused(proxy):
         for said in ({}, {"value": True, "skip": True}, {"value": True, "better": "t"}, {"comment": ""}):
             with pytest.raises(InvalidRequest):
                 client.rate("a", **said)
+        for value, message in {"good": "a text is a `comment`", 1e9: "is no number from -1e6 to 1e6"}.items():
+            with pytest.raises(InvalidRequest, match=message):
+                client.rate("a", value)
         assert client.session("a")["rating"] == "asked"
 
 

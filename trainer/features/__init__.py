@@ -16,7 +16,7 @@ from trainer.features.imported import Imported
 from trainer.features.lineage import Lineage
 from trainer.features.memory import MemorySettings, SavingAgent
 from trainer.features.policies import Bases, Quotas, QuotaSettings
-from trainer.features.ratings import ByHead, RatingSettings
+from trainer.features.ratings import ByHead, RatingSettings, check_ratings
 from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
 from trainer.features.replay import ReplayClaims, ReplaySettings
 from trainer.features.rewinds import Refusals, Rewinds, RewindSettings
@@ -31,10 +31,10 @@ FEATURES = Features(
     terms=(Supports, Images, Experts),
     heads=critics_of,
     holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions, Lineage),
-    beside=(GapCheck, Bases, Imported, ByHead, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
+    beside=(GapCheck, Bases, ByHead, Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
-    checks=(check_packages,),
+    checks=(check_packages, check_ratings),
     agent=SavingAgent,
     place=place_of,
 )

@@ -3,23 +3,31 @@
 One pass over ten sessions hardly moves a policy; the clip of the ratio holds it in several. A head, fitted to all that
 is rated, predicts a reward λ h of each session. Those that people were asked about have λ h + (rating − λ h) / p with
 the probability p of being asked. So the mean is that of the ratings, whatever the head is worth, and the head removes
-noise. λ is fitted to predictions that were made before their ratings.
+noise. λ is fitted to predictions of heads that did not know the ratings.
+
+A batch that is interrupted is claimed again, and may take other unrated sessions: nothing of the first one is recorded
+but predictions, which the second one replaces.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import model_validator
 
+from trainer.batch.advantages import AT_BASELINE, FIRST, UNIFORM
 from trainer.batch.chain import Chain
-from trainer.batch.selection import Selection, offer
+from trainer.batch.selection import IMPOSSIBLE, Selection, offer
 from trainer.claims.holds import Beside
 from trainer.claims.ledger import RunProgress
+from trainer.features.examples.playing import of_policy
+from trainer.settings import TrainerSettings
+from turnwise.errors import SettingsError
 from turnwise.features.ratings.chains import chains_of
 from turnwise.features.ratings.draws import PER_VERSION
 from turnwise.features.ratings.head import SIGNALS, Features, fit
@@ -30,11 +38,16 @@ from turnwise.store.database import Connection
 from turnwise.types import Json, SessionKey
 
 Reals = npt.NDArray[np.float64]
+Chosen = npt.NDArray[np.bool_]
 NUM_UNRATED = 50
 """The newest unrated sessions that are trained beside ten rated ones."""
+MOST_RATED = 500
+"""The newest rated sessions that a head is fitted to, beside those of the batch: each costs a forward pass."""
 MIN_PREDICTED = 10
+EQUAL = UNIFORM, AT_BASELINE, FIRST
+"""Why the algorithm has no advantage for a session; beside what a head predicts of others it has one."""
 FIRST_SHARE = 0.5
-"""λ before there are `MIN_PREDICTED` ratings of sessions that the head had predicted."""
+"""λ before there are `MIN_PREDICTED` ratings of sessions that a head has predicted without them."""
 OF_BOTH: Mapping[str, Any] = {"groups_per_batch": PER_VERSION, "singles_per_group": 1, "wait_seconds": None}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "newest": {**OF_BOTH, "num_minibatches": 1, "reuse_epochs": 8},
@@ -64,58 +77,94 @@ class Known:
     sessions: Sequence[RatedSession]
     chains: Mapping[SessionKey, Sequence[Chain]]
     num_candidates: int
-    """Sessions of the versions that sampled the batch."""
+    """Sessions of the versions that sampled the batch, and of those between that the weights come from."""
+    claimed: frozenset[SessionKey]
+
+    @property
+    def is_rated(self) -> Chosen:
+        return np.array([one.rating is not None for one in self.sessions])
+
+    @property
+    def is_claimed(self) -> Chosen:
+        """Which ratings are new: [N]."""
+        return np.array([one.rating is not None and one.key in self.claimed for one in self.sessions])
 
 
-class ByHead(Beside[RatingSettings]):
+class ByHead(Beside[TrainerSettings]):
     """Adds unrated sessions to a batch of rated ones, and gives all the advantages of the corrected predictions."""
 
     @classmethod
-    def is_on(cls, settings: RatingSettings) -> bool:
-        return settings.ratings == "control"
+    def is_on(cls, settings: TrainerSettings) -> bool:
+        return isinstance(settings, RatingSettings) and settings.ratings == "control"
 
-    def selected(self, selection: Selection, at: RunProgress) -> Json:  # noqa: ARG002
-        claimed = {chain.session_key for chain in selection.experiences}
-        known = self._learner.world.from_first(lambda: self._known(claimed))
+    def selected(self, selection: Selection, at: RunProgress) -> Json:
+        is_equal = {key for key, why in selection.refused.items() if why in EQUAL}
+        chosen = [*selection.experiences, *(chain for chain in selection.fit if chain.group_key in is_equal)]
+        claimed = frozenset(chain.session_key for chain in chosen)
+        world = self._learner.world
+        known = world.from_first(lambda: self._known(claimed, at))
         if known is None:
             return {}
         features = self._features(known)
-        is_rated = np.array([one.rating is not None for one in known.sessions])
-        ratings = as_shares([one.rating for one in known.sessions if one.rating is not None])
-        of_rated = Features(features.states[is_rated], features.signals[is_rated])
-        means, deviations = fit(of_rated, ratings, features).predict(features)
-        self._learner.world.from_first(lambda: self._keep(known, means, deviations))
-        share = share_of([one for one in known.sessions if one.rating is not None], ratings)
-        rated = dict(zip((one.key for one in known.sessions if one.rating is not None), ratings, strict=True))
-        batch = [n for n, one in enumerate(known.sessions) if one.rating is None or one.key in claimed]
-        portion = known.num_candidates / len(batch)
-        values = np.array([corrected(known.sessions[n], rated, share * float(means[n]), portion) for n in batch])
-        spread = float(values.std())
-        if spread > 0:
-            credit = dict(zip((known.sessions[n].key for n in batch), (values - values.mean()) / spread, strict=True))
+        # On the first one alone: another GPU may round another way, and all must train the same.
+        credit, gauges = world.from_first(lambda: self._valued(known, features))
+        if credit:
             self._credit(selection, known, credit)
-        return {"num_predicted_sessions": int((~is_rated).sum()), "head_share": share}
+        return gauges
 
-    def _known(self, claimed: Collection[SessionKey]) -> Known | None:
+    def _known(self, claimed: frozenset[SessionKey], at: RunProgress) -> Known | None:
         """Return what the head sees; None where the batch has no single session that is rated."""
-        of, roles = self._ledger.policy_id, self._ledger.settings.train_roles
+        of, roles, longest = self._ledger.policy_id, self._ledger.settings.train_roles, self._settings.max_chain_tokens
         every = self._ledger.read(lambda conn: sessions_of(conn, of))
-        versions = [one.policy_version for one in every if one.key in claimed]
-        if not versions:
-            return None
-        own = [one for one in every if one.policy_version >= min(versions)]
-        unrated = [one for one in own if one.rating is None][-NUM_UNRATED:]
-        chosen = [one for one in every if one.rating is not None] + unrated
+        versions = {one.policy_version for one in every if one.key in claimed}
+        rated = [one for one in every if one.rating is not None]
+        newest = {one.key for one in rated[-MOST_RATED:]}
+        # What versions sampled that were undone is not trained.
+        came_from = {version for version in at.recent_versions if version >= min(versions, default=0)}
+        own = [one for one in every if one.policy_version in versions | came_from]
+        chosen = [one for one in rated if one.key in newest or one.key in claimed]
+        chosen += [one for one in own if one.rating is None][-NUM_UNRATED:]
         pks = [one.session_pk for one in chosen]
         chains: dict[SessionKey, list[Chain]] = {}
         for chain in self._ledger.chains(self._ledger.read(lambda conn: chains_of(conn, pks, of, roles))):
-            chains.setdefault(chain.session_key, []).append(chain)
-        return Known([one for one in chosen if one.key in chains], chains, len(own))
+            if longest is None or len(chain.tokens) <= longest:
+                chains.setdefault(chain.session_key, []).append(chain)
+        known = Known([one for one in chosen if one.key in chains], chains, len(own), claimed)
+        return known if known.is_claimed.any() else None
+
+    def _valued(self, known: Known, features: Features) -> tuple[dict[SessionKey, float], Json]:
+        """Return the advantage of each session of the batch, none where all are worth the same, and gauges."""
+        is_rated, is_claimed = known.is_rated, known.is_claimed
+        ratings = as_shares([one.rating for one in known.sessions if one.rating is not None])
+        means, deviations = fit(features.of(is_rated), ratings, features).predict(features)
+        is_earlier = is_rated & ~is_claimed
+        said = [(one, mean, deviation) for one, mean, deviation in zip(known.sessions, means, deviations, strict=True)]
+        made = [each for each in said if each[0].rating is None]
+        sessions = list(known.sessions)
+        if is_earlier.any():
+            before = fit(features.of(is_earlier), ratings[is_earlier[is_rated]], features)
+            new = zip(np.flatnonzero(is_claimed), *before.predict(features.of(is_claimed)), strict=True)
+            for number, mean, deviation in new:
+                if sessions[number].predicted is None:
+                    made.append((sessions[number], mean, deviation))
+                    sessions[number] = dataclasses.replace(sessions[number], predicted=float(mean))
+        self._keep(made)
+        share = share_of([one for one in sessions if one.rating is not None], ratings)
+        rated = dict(zip((one.key for one in sessions if one.rating is not None), ratings.tolist(), strict=True))
+        batch = [n for n, one in enumerate(sessions) if one.rating is None or is_claimed[n]]
+        portion = known.num_candidates / len(batch)
+        values = np.array([corrected(sessions[n], rated, share * float(means[n]), portion) for n in batch])
+        spread = float(values.std())
+        gauges: Json = {"num_predicted_sessions": int((~is_rated).sum()), "head_share": share}
+        if not spread > 0:
+            return {}, gauges
+        advantages = ((values - values.mean()) / spread).tolist()
+        return dict(zip((sessions[n].key for n in batch), advantages, strict=True)), gauges
 
     def _features(self, known: Known) -> Features:
         """Return the features of the sessions under the present weights; every process computes them."""
         policy = self._learner.policy
-        layers, states = policy.layers(policy.model), list[Reals]()
+        layers, states, seen = policy.layers(policy.model), list[Reals](), of_policy(policy)
 
         def keep_last(_: object, __: object, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -126,15 +175,16 @@ class ByHead(Beside[RatingSettings]):
         try:
             for number, session in enumerate(known.sessions):
                 chain = known.chains[session.key][-1]
-                policy.next_logprobs(chain.tokens.tolist())
-                sampled = chain.logprobs[chain.loss_mask]
+                # The logits behind all tokens of a long session would not fit into memory.
+                seen.behind(torch.tensor([chain.tokens.tolist()], device=policy.device), None)
+                sampled = chain.logprobs[chain.loss_mask & (chain.logprobs > IMPOSSIBLE)]
                 signals[number, SIGNALS.index("mean_logprob")] = sampled.mean() if len(sampled) else np.nan
                 signals[number, SIGNALS.index("least_logprob")] = sampled.min() if len(sampled) else np.nan
         finally:
             watched.remove()
         return Features(np.stack(states), signals)
 
-    def _keep(self, known: Known, means: Reals, deviations: Reals) -> None:
+    def _keep(self, predicted: Sequence[tuple[RatedSession, float, float]]) -> None:
         made = [
             Prediction(
                 tenant=one.tenant,
@@ -144,8 +194,7 @@ class ByHead(Beside[RatingSettings]):
                 mean=float(mean),
                 deviation=float(deviation),
             )
-            for one, mean, deviation in zip(known.sessions, means, deviations, strict=True)
-            if one.rating is None
+            for one, mean, deviation in predicted
         ]
 
         def write(conn: Connection) -> None:
@@ -156,19 +205,33 @@ class ByHead(Beside[RatingSettings]):
     def _credit(self, selection: Selection, known: Known, credit: Mapping[SessionKey, float]) -> None:
         """Put the unrated sessions behind the rated ones, and give each chain the advantage of its session."""
         settings, algorithm = self._learner.settings, self._learner.algorithm
-        claimed = {chain.session_key for chain in selection.experiences}
-        found = [
-            chain for key, chains in known.chains.items() if key in credit and key not in claimed for chain in chains
-        ]
+        unrated = [key for key in known.chains if key in credit and key not in known.claimed]
+        found = [chain for key in unrated for chain in known.chains[key]]
         keys = {chain.group_key for chain in found}
         fit_ones = offer(found, keys, settings, (), algorithm.reward, needs_behaviour=algorithm.needs_behaviour).fit
-        rated = [
-            np.full(len(chain.turn_ids), credit[chain.session_key]) if chain.session_key in credit else given
-            for chain, given in zip(selection.experiences, selection.advantages, strict=True)
-        ]
-        unrated = [np.full(len(chain.turn_ids), credit[chain.session_key]) for chain in fit_ones]
-        selection.experiences = [*selection.experiences, *fit_ones]
-        selection.advantages = [*rated, *unrated]
+        given = zip(selection.experiences, selection.advantages, strict=True)
+        kept = [(chain, advantages) for chain, advantages in given if chain.session_key not in credit]
+        rated = [chain for chain in selection.fit if chain.session_key in credit]
+        kept += [(chain, np.full(len(chain.turn_ids), credit[chain.session_key])) for chain in [*rated, *fit_ones]]
+        selection.experiences = [chain for chain, _ in kept]
+        selection.advantages = [advantages for _, advantages in kept]
+        for key in {chain.group_key for chain in rated}:
+            if selection.refused.get(key) in EQUAL:
+                del selection.refused[key]
+
+
+def check_ratings(settings: TrainerSettings) -> None:
+    """Check that the algorithm trains by one advantage a session, where a head gives it.
+
+    Raises:
+        SettingsError: It does not.
+    """
+    algorithm = settings.algorithm
+    if ByHead.is_on(settings) and (algorithm.trains_pairs or algorithm.credits_tokens or not algorithm.needs_behaviour):
+        raise SettingsError(
+            f"ratings='control' gives each session an advantage, and the algorithm '{algorithm}' does not train by it: "
+            "use 'grpo' or another one with a baseline, or ratings='newest'"
+        )
 
 
 def as_shares(ratings: Sequence[float]) -> Reals:
@@ -180,7 +243,7 @@ def as_shares(ratings: Sequence[float]) -> Reals:
 
 
 def share_of(rated: Sequence[RatedSession], ratings: Reals) -> float:
-    """Return the λ of the least variance, from 0 to 1, of the ratings whose predictions were made before them."""
+    """Return the λ of the least variance, from 0 to 1, of the ratings that were predicted without them."""
     pairs = [(one.predicted, rating) for one, rating in zip(rated, ratings, strict=True) if one.predicted is not None]
     if len(pairs) < MIN_PREDICTED:
         return FIRST_SHARE

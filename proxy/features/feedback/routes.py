@@ -64,7 +64,7 @@ _PUBLIC = tuple(each.name for each in dataclasses.fields(Feedback) if each.name 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["rewards"])
 
 
-def _told_apart(value: object) -> object:
+def told_apart(value: object) -> object:
     """Check a value as what it is; else its errors would be those of each kind, and the first one of them shown.
 
     Raises:
@@ -89,7 +89,7 @@ class NewFeedback(Body):
     """`boolean` for a thumb, `float` for a number or a rating, `comment`, or `demonstration` for a better reply."""
     value: Annotated[
         StrictBool | RewardValue | Annotated[str, Field(min_length=1, max_length=MAX_REPLY)] | None,
-        BeforeValidator(_told_apart),
+        BeforeValidator(told_apart),
     ] = None
     """True or false, a number, or the text of a comment or an edited reply. Left out, a demonstration is the turn's own
     reply, chosen over those in `over`. `null` withdraws the feedback of this target, kind and name."""

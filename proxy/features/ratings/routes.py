@@ -7,10 +7,10 @@ import datetime
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import StrictBool, model_validator
+from pydantic import BeforeValidator, StrictBool, model_validator
 
 from proxy.auth import Principal
-from proxy.features.feedback.routes import MAX_COMMENT, NewFeedback, post_feedback
+from proxy.features.feedback.routes import MAX_COMMENT, NewFeedback, post_feedback, told_apart
 from proxy.features.feedback.settings import FeedbackSettings
 from proxy.routes.control import Body, Caller, CheckedRoute, Here, Id, RewardValue, Text, answer, describe_answer
 from proxy.routes.declared import Routes
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
     from proxy.routes.models import Answer
     from proxy.services import Services
 
+
+def _rated(value: object) -> object:
+    """Check a rating as what it is.
+
+    Raises:
+        ValueError: it is neither a thumb nor a number within the bounds of rewards.
+    """
+    if isinstance(value, str):
+        raise ValueError(f"true, false or a number, not {value[:40]!r}; a text is a `comment`")  # noqa: TRY004  pydantic's
+    return told_apart(value)
+
+
 SOURCE = "asked"
 """Source of the feedback that a rating is."""
 PolicyName = Annotated[Text, Query(description="Name of the policy whose sessions are rated.")]
@@ -37,7 +49,7 @@ class NewRating(Body):
     """What a person says of the session that they were asked about."""
 
     session_id: Id
-    value: StrictBool | RewardValue | None = None
+    value: Annotated[StrictBool | RewardValue | None, BeforeValidator(_rated)] = None
     """A thumb, true for up, or a number, which is the reward."""
     comment: str | None = None
     """What was wrong. It is a correction of the session's first turn; without a `value` it counts as a thumb down."""

@@ -1,8 +1,11 @@
 """A policy of which few sessions are rated, trained at each ten new ratings."""
 
+import pytest
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
 
+from trainer.features.ratings import FIRST_SHARE
+from trainer.update import Updates
 from turnwise.features.page import updates as page_updates
 from turnwise.features.ratings.rated import sessions_of
 from turnwise.types import DEFAULT_POLICY
@@ -48,6 +51,53 @@ def test_unrated_sessions_are_trained_by_what_the_head_predicts_of_them(tmp_path
     predicted = [one for one in known if one.predicted is not None]
     assert len(predicted) == 50
     assert all(one.rating is None and 0 < one.predicted < 1 < 1 + one.deviation for one in predicted)
+
+
+def test_the_share_of_the_head_is_fitted_to_heads_that_did_not_know_the_ratings(tmp_path, model, ledger):
+    """The second ten are rated before any prediction; those whose rating is the mean of all are trained too."""
+    play(ledger, model, "first", 10)
+    train(few(tmp_path, model, "control", total_batches=1))
+    play(ledger, model, "second", 10, is_flipped=True)
+    metrics = train(few(tmp_path, model, "control", total_batches=2)).metrics
+    with ledger.read() as conn:
+        known = sessions_of(conn, DEFAULT_POLICY)
+    assert [one.predicted is None for one in known] == [True] * 10 + [False] * 10
+    assert metrics["head_share"] != FIRST_SHARE
+    assert [len(each) for each in trained(ledger)] == [10, 10]
+
+
+def test_an_interrupted_batch_is_claimed_again_and_takes_the_unrated_sessions_of_then(
+    tmp_path, model, ledger, monkeypatch
+):
+    play(ledger, model, "rated", 10)
+    play(ledger, model, "early", 3, is_rated=False)
+
+    def is_killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Updates, "take", is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(few(tmp_path, model, "control", total_batches=1))
+    assert trained(ledger) == []
+    play(ledger, model, "late", 3, is_rated=False)
+    assert train(few(tmp_path, model, "control", total_batches=1)).progress.recent_versions == (0, 1)
+    (of_update,) = trained(ledger)
+    assert len(of_update) == 16
+    with ledger.read() as conn:
+        known = sessions_of(conn, DEFAULT_POLICY)
+    assert [one.predicted is None for one in known] == [True] * 10 + [False] * 6
+
+
+def test_what_an_undone_version_sampled_and_what_is_too_long_is_not_trained_by_predictions(tmp_path, model, ledger):
+    play(ledger, model, "rated", 10)
+    play(ledger, model, "unrated", 3, is_rated=False)
+    play(ledger, model, "undone", 3, is_rated=False, version=7)
+    play(ledger, model, "long", 3, is_rated=False, num_turns=9)
+    metrics = train(few(tmp_path, model, "control", total_batches=1, max_chain_tokens=40)).metrics
+    assert (metrics["num_predicted_sessions"], metrics["num_sessions"]) == (3, 13)
+    (of_update,) = trained(ledger)
+    assert {name.partition("-")[0] for name in of_update} == {"rated", "unrated"}
 
 
 def test_the_setting_changes_defaults_and_nothing_that_is_set(tmp_path, model):

@@ -165,31 +165,23 @@ def test_a_session_that_is_marked_after_its_draw_is_handed_to_nobody_and_its_rat
         assert rated.sessions_of(conn, DEFAULT_POLICY) == []
 
 
-def predicted(session_id: str, mean: float | None = 0.8125, *, is_held: bool = False) -> Prediction:
-    return Prediction(
-        tenant="default",
-        session_id=session_id,
-        policy_id=0,
-        policy_version=1,
-        mean=mean,
-        deviation=0.1,
-        is_held=is_held,
-    )
+def predicted(session_id: str, mean: float = 0.8125) -> Prediction:
+    place = {"tenant": "default", "session_id": session_id, "policy_id": 0, "policy_version": 1}
+    return Prediction(**place, mean=mean, deviation=0.1)
 
 
-def test_a_session_says_that_it_is_asked_about_rated_predicted_or_held(database):
+def test_a_session_says_that_it_is_asked_about_rated_or_predicted(database):
     add_over(database, "a", "b", "c")
     with database.write() as conn:
         drawn = ask(conn)
         unrated = sorted({"a", "b", "c"} - {drawn.session_id})
         predictions.keep(conn, [predicted(drawn.session_id, 0.3), predicted(unrated[0])])
-        predictions.keep(conn, [predicted(unrated[1], None, is_held=True)])
 
         def said() -> dict[str, str]:
             values = extensions.read_columns(conn, "session", "default", ["a", "b", "c"], wanted=[shown.RATING])
             return {name: values.add({}, name)["rating"] for name in ("a", "b", "c")}
 
-        expected = {unrated[0]: "predicted 0.81 ± 0.10", unrated[1]: "held"}
+        expected = {unrated[0]: "predicted 0.81 ± 0.10", unrated[1]: None}
         assert said() == expected | {drawn.session_id: "asked"}
         draws.rate(conn, "default", drawn.session_id, 1.0, thumb(drawn.session_id))
         assert predictions.keep(conn, [predicted(drawn.session_id, 0.99)]) == 0

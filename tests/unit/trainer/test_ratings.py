@@ -4,7 +4,10 @@ import datetime
 
 import pytest
 
-from trainer.features.ratings import FIRST_SHARE, as_shares, corrected, share_of
+from trainer.features import FEATURES, Settings
+from trainer.features.imported import Imported
+from trainer.features.ratings import FIRST_SHARE, ByHead, as_shares, check_ratings, corrected, share_of
+from turnwise.errors import SettingsError
 from turnwise.features.ratings.rated import RatedSession
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -46,3 +49,15 @@ def test_the_share_of_the_head_is_fitted_to_predictions_before_their_ratings():
 def test_ratings_are_read_from_the_lowest_to_the_highest_where_they_are_no_shares():
     assert as_shares([0.0, 0.25, 1.0]).tolist() == [0.0, 0.25, 1.0]
     assert as_shares([-1.0, 0.0, 1.0]).tolist() == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "sft", "gae"])
+def test_an_algorithm_that_does_not_train_by_one_advantage_a_session_is_refused(tmp_path, algorithm):
+    with pytest.raises(SettingsError, match=f"the algorithm '{algorithm}' does not train by it"):
+        check_ratings(Settings(model=str(tmp_path), ratings="control", algorithm=algorithm))
+    check_ratings(Settings(model=str(tmp_path), ratings="newest", algorithm=algorithm))
+    check_ratings(Settings(model=str(tmp_path), ratings="control"))
+
+
+def test_unrated_sessions_are_added_before_imported_ones_which_begin_behind_all_that_were_sampled():
+    assert FEATURES.beside.index(ByHead) < FEATURES.beside.index(Imported)

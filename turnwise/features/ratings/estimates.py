@@ -44,7 +44,7 @@ class VersionReward:
     """The mean rating, weighted by the probability of being asked, and its 90 % interval; null for fewer than two."""
     num_predicted: int = 0
     predicted: float | None = None
-    """The mean of what the head predicted of the version's sessions, of rated ones before their rating."""
+    """The mean of what the head predicted of the version's sessions, of rated ones without their rating."""
 
 
 def of_versions(known: Sequence[RatedSession]) -> list[VersionReward]:
@@ -105,7 +105,7 @@ class Overrated:
     """A version of which the head says more than the asked do, while both have moved apart."""
 
     predicted: float
-    """The mean prediction of the version's rated sessions, made before their ratings."""
+    """The mean prediction of the version's rated sessions, made without their ratings."""
     rated: float
     session_ids: tuple[str, ...]
     """The most overrated ones."""

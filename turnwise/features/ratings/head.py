@@ -52,6 +52,10 @@ class Features:
     signals: Reals
     """[N, S]; NaN where a signal is not known of a session."""
 
+    def of(self, chosen: npt.NDArray[np.bool_]) -> Features:
+        """Return those of some sessions."""
+        return Features(self.states[chosen], self.signals[chosen])
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
@@ -214,12 +218,8 @@ def left_out(rated: Features, ratings: Sequence[float] | Reals, folds: int = 5) 
         out = np.arange(len(wanted)) % folds == fold
         if out.all() or not out.any():
             continue
-        own = fit(_some(rated, ~out), wanted[~out], rated)
+        own = fit(rated.of(~out), wanted[~out], rated)
         # Without the bias: it is higher the fewer good sessions are left out, which alone would rank them wrongly.
-        predicted[out] = own.space.columns(_some(rated, out))[:, 1:] @ own.weights[1:]
+        predicted[out] = own.space.columns(rated.of(out))[:, 1:] @ own.weights[1:]
     known = np.isfinite(predicted)
     return auroc(wanted[known], predicted[known])
-
-
-def _some(features: Features, chosen: npt.NDArray[np.bool_]) -> Features:
-    return Features(features.states[chosen], features.signals[chosen])

@@ -1,6 +1,7 @@
-"""What a policy's head predicts of sessions, and which of them hold the policy; one row a session, the newest.
+"""What a policy's head predicts of sessions; one row a session, the newest.
 
-A session that was rated keeps the prediction that was made before: that one alone says what the head is worth.
+A session that was rated keeps the first prediction, of a head that did not know its rating: that one alone says what
+the head is worth.
 """
 
 from __future__ import annotations
@@ -20,19 +21,17 @@ from turnwise.types import SessionKey, utc_now
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is known of a session that nobody was asked about."""
+    """What a head says of a session whose rating it does not know."""
 
     tenant: str
     session_id: str
     policy_id: int
     policy_version: int
     """The newest version of the policy that sampled in it."""
-    mean: float | None = None
-    """The probability of a good rating; None where the head was not asked."""
-    deviation: float | None = None
+    mean: float
+    """The probability of a good rating."""
+    deviation: float
     """Its standard deviation."""
-    is_held: bool = False
-    """Whether an update held the policy to it: no reward, and its tokens as probable as before."""
     made_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
 
 
@@ -54,12 +53,13 @@ JOINED = sa.select(predicted_rewards, sessions.c.tenant, sessions.c.session_id).
 
 
 def keep(conn: sa.Connection, made: Iterable[Prediction]) -> int:
-    """Store predictions in place of earlier ones, but for sessions that were rated since; return how many."""
+    """Store predictions in place of earlier ones, but for sessions that were rated since these; return how many."""
     by_key = {(one.tenant, one.session_id): one for one in made}
     pks = _pks(conn, by_key)
     of_these = is_among(conn.dialect, rating_draws.c.session_pk, list(pks.values()))
     rated = sa.select(rating_draws.c.session_pk).where(of_these, rating_draws.c.rated_at.is_not(None))
-    known = set(conn.execute(rated).scalars())
+    predicted = rated.join(predicted_rewards, predicted_rewards.c.session_pk == rating_draws.c.session_pk)
+    known = set(conn.execute(predicted).scalars())
     new = {key: pk for key, pk in pks.items() if pk not in known}
     of_new = is_among(conn.dialect, predicted_rewards.c.session_pk, list(new.values()))
     conn.execute(sa.delete(predicted_rewards).where(of_new))

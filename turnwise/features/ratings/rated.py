@@ -58,7 +58,6 @@ class RatedSession:
     predicted: float | None = None
     deviation: float | None = None
     """The head's prediction and its standard deviation, of a rated session as it was before the rating."""
-    is_held: bool = False
 
     @property
     def key(self) -> SessionKey:
@@ -129,7 +128,6 @@ def _known(
                 rated_at=draw.rated_at if was_asked and draw is not None else None,
                 predicted=None if guess is None else guess.mean,
                 deviation=None if guess is None else guess.deviation,
-                is_held=guess is not None and bool(guess.is_held),
             )
         )
     return known

@@ -16,32 +16,16 @@ from turnwise.store.schema import sessions
 from turnwise.store.statements import is_among
 
 
-def in_words(*, is_asked: bool, is_rated: bool, mean: float | None, deviation: float | None, is_held: bool) -> str:
-    """Return what is known of a session: `rated`, `asked`, or `predicted 0.81 ± 0.10` and `held`."""
-    if is_asked:
-        return "rated" if is_rated else "asked"
-    said = [] if mean is None else [f"predicted {mean:.2f} ± {deviation or 0.0:.2f}"]
-    return ", ".join([*said, *(["held"] if is_held else [])])
-
-
 def _read(conn: sa.Connection, _: str, tenant: str | None, names: Collection[Any] | None) -> dict[str, str]:
     held, draw, guess = sessions.c, rating_draws.c, predicted_rewards.c
     wanted = [] if tenant is None else [held.tenant == tenant]
     if names is not None:
         wanted.append(is_among(conn.dialect, held.session_id, names))
     asked = sa.select(held.session_id, draw.rated_at).join_from(rating_draws, sessions).where(*wanted)
-    made = sa.select(held.session_id, guess.mean, guess.deviation, guess.is_held)
+    made = sa.select(held.session_id, guess.mean, guess.deviation)
     guesses = conn.execute(made.join_from(predicted_rewards, sessions).where(*wanted))
-    said = {
-        row.session_id: in_words(
-            is_asked=False, is_rated=False, mean=row.mean, deviation=row.deviation, is_held=bool(row.is_held)
-        )
-        for row in guesses
-    }
-    return said | {
-        session_id: in_words(is_asked=True, is_rated=rated_at is not None, mean=None, deviation=None, is_held=False)
-        for session_id, rated_at in conn.execute(asked)
-    }
+    said = {session_id: f"predicted {mean:.2f} ± {deviation:.2f}" for session_id, mean, deviation in guesses}
+    return said | {session_id: "asked" if rated_at is None else "rated" for session_id, rated_at in conn.execute(asked)}
 
 
 RATING = Column(
@@ -51,7 +35,7 @@ RATING = Column(
     empty=None,
     kind=str | None,
     description="Whether a person who was asked has rated it: `asked`, then `rated`. Of others what the policy's head "
-    "predicts, as `predicted 0.81 ± 0.10`, and `held` for one that held the policy while ratings trained it.",
+    "predicts, as `predicted 0.81 ± 0.10`.",
     is_always_on=True,
 )
 
