@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import transformers
-from certificates.loads import ENVIRONMENT, change
+from certificates.loads import ENVIRONMENT
 from certificates.tiny import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -16,6 +16,7 @@ from support.vllm_sources import recorded
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.processing.context import InputProcessingContext
 
+from trainer.forward import change_at_random
 from turnwise.engine_plugin import upstream
 from turnwise.engine_plugin.images import refuse_unfit_images
 from turnwise.types import PolicyKind
@@ -38,7 +39,7 @@ import sys
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 flags = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 * 2**20}
-engine = LLM(model=sys.argv[1], block_size=32, max_num_seqs=4, enable_lora=True, max_lora_rank=8, **flags)
+engine = LLM(model=sys.argv[1], block_size=32, max_num_seqs=4, enable_lora=True, max_lora_rank=16, **flags)
 for number, path in enumerate(sys.argv[2:], start=1):
     try:
         prompt = TokensPrompt(prompt_token_ids=[1, 2, 3])
@@ -106,7 +107,7 @@ def test_a_size_that_a_real_image_processor_refuses_is_said_in_its_own_words(fam
 def test_an_adapter_that_would_be_applied_in_part_is_refused_by_the_names_of_the_rest(tmp_path):
     """One layer of four has a number that the model has not: vLLM alone takes the adapter and applies three."""
     model = build("qwen3", tmp_path / "model")
-    change(str(model), PolicyKind.LORA, tmp_path / "whole")
+    change_at_random(str(model), PolicyKind.LORA, tmp_path / "whole", [1, 2], [1], "float32")
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     file = tmp_path / "part" / "adapter_model.safetensors"
     save_file({name.replace("layers.3.", "layers.7."): each for name, each in load_file(file).items()}, file)

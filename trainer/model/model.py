@@ -212,7 +212,8 @@ class Policy:
     @staticmethod
     def layers(model: nn.Module) -> list[nn.Module]:
         names = getattr(base_of(model), "_no_split_modules", None) or ()
-        return [module for module in model.modules() if type(module).__name__ in names]
+        # One that is sharded is of a class of its own.
+        return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
     def operations(self, row: Row) -> float:
         """Return the floating point operations of a row's forward and backward pass; small terms are left out."""

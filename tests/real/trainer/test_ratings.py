@@ -1,8 +1,10 @@
 """A policy of which few sessions are rated, trained at each ten new ratings."""
 
 import pytest
+from support.gloo_worlds import run_world
 from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for, train
+from support.world_tasks import train_ledger
 
 from trainer.features.ratings import FIRST_SHARE
 from trainer.update import Updates
@@ -104,3 +106,12 @@ def test_the_setting_changes_defaults_and_nothing_that_is_set(tmp_path, model):
     changed = settings_for(tmp_path, model, ratings="newest")
     assert (changed.reuse_epochs, changed.singles_per_group, changed.wait_seconds) == (8, 1, 0.0)
     assert settings_for(tmp_path, model).reuse_epochs == 1
+
+
+def test_two_processes_train_what_one_trains(tmp_path, model, ledger):
+    """Both compute the head's features, and the first one says what each session is worth."""
+    play(ledger, model, "rated", 10)
+    play(ledger, model, "unrated", 5, is_rated=False)
+    assert run_world(2, train_ledger, few(tmp_path, model, "control", total_batches=1)) == [1, 1]
+    (of_update,) = trained(ledger)
+    assert len(of_update) == 15
