@@ -77,7 +77,7 @@ class RLWorkflow(Training):
 
     def enable_multi_devices(self) -> None:
         """Train with all processes that `torchrun` started; before `setup`."""
-        self.learner.shard(join_world(self.learner.settings))
+        self.learner.shard(join_world())
 
     def enable_shmap(self, axis_name: str) -> None:
         """Shard over a mesh of this axis; before `setup`."""

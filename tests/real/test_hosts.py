@@ -31,8 +31,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from trainer.main import run
-from trainer.features import Settings
+from trainer.features import Settings, heartbeats
 from turnwise.settings import load_settings
+heartbeats.SILENT_SECONDS = float(sys.argv[2])
 sys.exit(run(load_settings(Settings, config=Path(sys.argv[1]), section="trainer", overrides={})))
 """
 
@@ -60,11 +61,13 @@ class Machines:
         ip("-n", SWITCH, "link", "set", host, *(["master", "bridge"] if is_up else ["nomaster"]))
 
     @contextlib.contextmanager
-    def training(self, configs: dict[str, Path], **interfaces: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    def training(
+        self, configs: dict[str, Path], silent_seconds: float = 60.0, **interfaces: str
+    ) -> Iterator[dict[str, subprocess.Popen[str]]]:
         """Run one process of a trainer on each machine; what still runs after the block is killed."""
         processes = {}
         for host, config in configs.items():
-            processes[host] = self._start(host, len(configs), config, interfaces)
+            processes[host] = self._start(host, len(configs), [str(config), str(silent_seconds)], interfaces)
         try:
             yield processes
         finally:
@@ -81,12 +84,14 @@ class Machines:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
-    def _start(self, host: str, num_hosts: int, config: Path, interfaces: dict[str, str]) -> subprocess.Popen[str]:
+    def _start(
+        self, host: str, num_hosts: int, arguments: list[str], interfaces: dict[str, str]
+    ) -> subprocess.Popen[str]:
         hosts = self._scratch / f"hosts-{host}"
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_hosts), "--nproc-per-node", "1"]
         launcher += ["--node-rank", str(HOSTS.index(host)), "--master-addr", ADDRESSES["host-a"]]
-        launcher += ["--master-port", str(PORT), str(self._scratch / "program.py"), str(config)]
+        launcher += ["--master-port", str(PORT), str(self._scratch / "program.py"), *arguments]
         as_host = f'mount --bind {hosts} /etc/hosts && hostname {host} && exec "$@"'
         with (self._scratch / f"log-{host}").open("w") as log:
             return subprocess.Popen(
@@ -207,7 +212,7 @@ def test_three_hosts_end_and_name_the_one_that_the_network_drops_and_go_on_as_tw
     run = Run(tmp_path)
     run.play("first")
     named = {"GLOO_SOCKET_IFNAME": CABLE}
-    with machines.training(run.configs("policies", HOSTS, silent_seconds=10), **named) as running:
+    with machines.training(run.configs("policies", HOSTS), 10.0, **named) as running:
         wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged")
         machines.connect("host-c", is_up=False)
         run.play("second")

@@ -66,9 +66,6 @@ class DevicesSettings(Settings):
     replicas: int = Field(default=1, ge=1)
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
-    silent_seconds: float = Field(default=60.0, ge=10.0)
-    """With processes on several hosts: how long one may not be heard before all end, naming its host. Long steps and
-    writes do not count: threads of their own are heard."""
 
 
 class Processes(World):
@@ -151,7 +148,7 @@ _WATCHES = contextlib.ExitStack()
 """What ends the watch for the other hosts."""
 
 
-def join_world(settings: TrainerSettings) -> Sharded:
+def join_world() -> Sharded:
     """Join the processes that `torchrun` started, NCCL on GPUs, gloo on CPUs; return how they hold a model.
 
     Raises:
@@ -162,7 +159,7 @@ def join_world(settings: TrainerSettings) -> Sharded:
         check_address(environment)
         on_gpu = torch.cuda.is_available()
         dist.init_process_group("nccl" if on_gpu else "gloo")
-        _WATCHES.callback(watch(environment, _own(settings).silent_seconds))
+        _WATCHES.callback(watch(environment))
         if on_gpu:
             torch.cuda.set_device(dist.get_node_local_rank())
     return Sharded()
@@ -189,7 +186,7 @@ def check_address(environment: Mapping[str, str]) -> None:
 
 
 def place_of(settings: TrainerSettings) -> Whole:
-    return join_world(settings) if _own(settings).multi_devices else Whole()
+    return join_world() if _own(settings).multi_devices else Whole()
 
 
 def check_divisible(settings: TrainerSettings) -> None:

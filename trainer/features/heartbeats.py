@@ -1,7 +1,7 @@
 """Whether each process of a trainer on several hosts is still heard: a network that drops everything closes nothing.
 
 Each process counts up a number in torchrun's store, and reads those of all others. It ends, naming the host, when one
-number stands still for `silent_seconds`, or when the store itself does not answer: a collective operation that waits
+number stands still for `SILENT_SECONDS`, or when the store itself does not answer: a collective operation that waits
 for the lost process cannot be interrupted. What was claimed is trained after a restart.
 
 Threads of their own count and look, so a long step or a long write of a checkpoint is not silence; a process that was
@@ -24,6 +24,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 log = logging.getLogger(__name__)
+SILENT_SECONDS = 60.0
 BEAT_SECONDS = 2.0
 ANSWER_SECONDS = 10.0
 LEFT = "(left)"
@@ -43,8 +44,8 @@ class Store(Protocol):
 class Heartbeats:
     """Those of all processes, as this one has heard them."""
 
-    def __init__(self, rank: int, size: int, store_host: str, silent_seconds: float) -> None:
-        self._rank, self._store_host, self._silent_seconds = rank, store_host, silent_seconds
+    def __init__(self, rank: int, size: int, store_host: str) -> None:
+        self._rank, self._store_host = rank, store_host
         self._looked_at = time.monotonic()
         self._now = 0.0
         """For how long this process has looked."""
@@ -75,18 +76,18 @@ class Heartbeats:
         now = time.monotonic()
         self._now += min(now - self._looked_at, 2 * BEAT_SECONDS)
         self._looked_at = now
-        silent = [other for other, (_, at) in self._heard.items() if self._now - at > self._silent_seconds]
-        if self._now - self._answered_at > self._silent_seconds:
+        silent = [other for other, (_, at) in self._heard.items() if self._now - at > SILENT_SECONDS]
+        if self._now - self._answered_at > SILENT_SECONDS:
             return (
                 f"torchrun's store on {self._store_host!r} has not answered {socket.gethostname()!r} for "
-                f"{self._silent_seconds:g} s: check that this host runs and the network to it, then start the "
+                f"{SILENT_SECONDS:g} s: check that this host runs and the network to it, then start the "
                 "trainer again"
             )
         if silent:
             named = ", ".join(f"{other} on {self._hosts.get(other, 'an unknown host')!r}" for other in silent)
             return (
                 f"process {named} of the trainer has not been heard on {socket.gethostname()!r} for "
-                f"{self._silent_seconds:g} s: check that the host runs and the network to it, then start the "
+                f"{SILENT_SECONDS:g} s: check that the host runs and the network to it, then start the "
                 "trainer again"
             )
         return None
@@ -113,20 +114,17 @@ class Heartbeats:
         end(1)
 
 
-def watch(
-    environment: Mapping[str, str], silent_seconds: float, end: Callable[[int], object] = os._exit
-) -> Callable[[], None]:
+def watch(environment: Mapping[str, str], end: Callable[[int], object] = os._exit) -> Callable[[], None]:
     """Watch the other processes from two threads, if they are on several hosts; return what ends that.
 
     Args:
         environment: torchrun's variables.
-        silent_seconds: How long a process may be silent.
         end: Ends this process at once.
     """
     if environment.get("WORLD_SIZE") == environment.get("LOCAL_WORLD_SIZE"):
         return lambda: None  # torchrun itself sees when a process of its own host ends
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    beats = Heartbeats(int(environment["RANK"]), int(environment["WORLD_SIZE"]), address, silent_seconds)
+    beats = Heartbeats(int(environment["RANK"]), int(environment["WORLD_SIZE"]), address)
     is_done = threading.Event()
 
     def connect() -> Store:

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.features import heartbeats
-from trainer.features.heartbeats import BEAT_SECONDS, Heartbeats
+from trainer.features.heartbeats import BEAT_SECONDS, SILENT_SECONDS, Heartbeats
 
 
 class OneStore:
@@ -22,9 +22,6 @@ class OneStore:
 
     def get(self, key: str) -> bytes:
         return self._words[key].encode()
-
-
-SILENT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ def look(now):
 
 
 def world(size=3):
-    return [Heartbeats(rank, size, "host-0", SILENT_SECONDS) for rank in range(size)]
+    return [Heartbeats(rank, size, "host-0") for rank in range(size)]
 
 
 def test_a_process_that_counts_up_no_more_is_named_with_its_host(look):
