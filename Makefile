@@ -217,7 +217,10 @@ demo-vision: .venv/.demo ## Watch a small model that sees learn what pictures ar
 demo-summary: .venv/.demo ## Watch a small model learn to sum up what its next context is asked for: ARGS="--control untrained" or shuffled
 	$(BIN)/python -m examples.demos.summary --seed $(SEED) $(ARGS)
 
-.PHONY: demo-agent demo-policies demo-vision demo-summary
+demo-ratings: .venv/.real ## Watch the pretrained model learn from forty ratings of 240 sessions: SEED=2, ARGS="--shuffled"
+	$(BIN)/python -m examples.demos.ratings --seed $(SEED) $(ARGS)
+
+.PHONY: demo-agent demo-policies demo-vision demo-summary demo-ratings
 
 .harnesses/.installed: .venv/.dev tests/harnesses/pins.toml
 	cd tests && ../$(BIN)/python -m harnesses --install-only

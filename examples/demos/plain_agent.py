@@ -36,12 +36,14 @@ def task_line(agent: str, tasks: str, split: Split, index: int, seed: int, optio
     return {"task_id": f"{split}-{seed}-{index}", **named}
 
 
-async def play(line: Json, run: Run) -> float:
-    """Play the task that a line names; return its reward."""
+async def play(line: Json, run: Run) -> float | None:
+    """Play the task that a line names; return its reward, None where others are to rate the session."""
     tasks = importlib.import_module(line["tasks"])
     task = tasks.make_task(line["split"], line["index"], line["seed"], **line["options"])
     client = _client().with_options(base_url=run.base_url, api_key=run.api_key)
     final_text = await load_agent(line["agent"])(client, task.for_agent(), run.model)
+    if line.get("unrated"):
+        return None
     reward = await asyncio.to_thread(tasks.reward, task, final_text)  # a grader may run a program
     return _shuffled(line["seed"]).exchange(reward) if line.get("shuffled") else reward
 

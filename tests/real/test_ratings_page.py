@@ -49,7 +49,9 @@ def _rated(page: Any) -> str:
 
 
 def _shown_or_none(page: Any) -> str | None:
-    return shown(page) if page.locator("main dl.inline a").count() else None
+    # In one step: the last session goes while it is looked at.
+    text: str | None = page.evaluate("document.querySelector('main dl.inline a')?.innerText ?? null")
+    return text
 
 
 def press(page: Any, keys: str) -> str:

@@ -104,7 +104,7 @@ class State:
         """
         tensors = ("params", "param_names")
         settings = [{k: v for k, v in group.items() if k not in tensors} for group in self.optimizer.param_groups]
-        self._load_tensors(fill, saved["heads"])
+        self._load_tensors(fill, saved.get("heads", ()))
         for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(kept)
         versions = tuple(saved["progress"]["recent_versions"])
