@@ -27,7 +27,7 @@ SCRIPTS = sorted(
     if "tests" not in path.parts
 )
 FLAG = re.compile(r"--([a-z][a-z0-9-]+)(?:=.*)?")
-OTHERS = {"map-current-user", "net", "cache-dir", "constraint", "deps", "dest", "upgrade"}
+OTHERS = {"map-current-user", "net", "cache-dir", "constraint", "deps", "dest", "upgrade", "quiet", "error-summary"}
 """Flags of other programs."""
 
 

@@ -83,6 +83,8 @@ def test_the_page_needs_no_key_but_its_data_does(http):
         "v1/keys",
         "v1/policies",
         "v1/policies/",
+        "v1/ratings",
+        "v1/ratings/next",
         "v1/rewards",
         "v1/sessions",
         "v1/sessions/",

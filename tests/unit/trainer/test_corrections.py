@@ -60,7 +60,7 @@ def test_a_reply_in_tokens_that_the_model_does_not_have_drops_its_group_alone(mo
         world=World(),
         policy=SimpleNamespace(why_unfit=lambda each: "other_model" if each.tokens.max() >= 10 else None),
     )
-    updates = Updates(None, student, None)
+    updates = Updates(None, student, ())
     chosen = Selection(experiences=found, advantages=advantages)
     updates.with_token_credit(build(found, advantages, policy_version=0), chosen)
     assert chosen.refused == {("default", "b"): "other_model"}

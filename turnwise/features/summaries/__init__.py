@@ -210,15 +210,16 @@ def session_summed_up(
         sessions.c.session_id.in_(session_ids),
         sessions.c.status == SessionStatus.OPEN.value,
     )
-    wanted = (sessions.c.session_id, _t.turn_id, _t.response, _t.parts)
-    of_them = _t.session_pk == sessions.c.session_pk
-    found = sa.select(*wanted).join_from(sessions, turns, of_them).where(*own, sa.text(_of_summaries))
+    of_them = conn.execute(sa.select(sessions.c.session_pk, sessions.c.session_id).where(*own))
+    names = {row.session_pk: row.session_id for row in of_them}
+    wanted = (_t.session_pk, _t.turn_id, _t.response, _t.parts)
+    found = sa.select(*wanted).where(_t.session_pk.in_(names), sa.text(_of_summaries))
     session_of: dict[str, str] = {}
     replies = []
     for row in conn.execute(found.order_by(_t.session_pk, _t.seq)):
         stored = _read(unpack_parts(row.parts or b"").get(SUMMARIES))
         if stored.get("summary_left_out") == NOT_CONTINUED and (texts := texts_of(row.response)):
-            session_of[row.turn_id] = row.session_id
+            session_of[row.turn_id] = names[row.session_pk]
             replies.append(Reply(row.turn_id, texts, ""))
     going_on = _continued(conn, messages, replies)
     same = {reply.texts for reply in replies if reply.turn_id in going_on}

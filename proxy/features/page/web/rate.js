@@ -7,7 +7,7 @@ const KEYS = [["y", "good"], ["n", "bad"], ["c", "comment"], ["a", "the first of
 const rater = `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
 let last = null, numRated = 0;
 
-export async function rate(policy) {
+export async function rateSessions(policy) {
   await readiness();
   const asked = new URLSearchParams(policy ? {policy, rater} : {rater});
   const box = make("section", {className: "card", tabIndex: -1, ariaLabel: "The session to rate"}), said = make("p", {className: "quiet", attributes: {role: "status"}});

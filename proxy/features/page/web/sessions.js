@@ -1,7 +1,7 @@
 // Sessions: what was said in them; found by what they are and by what they hold; and a group side by side.
 import {ago, card, chip, chips, empty, facts, filtered, lasted, link, make, makeForm, mean, message, money, number, optional, path, plural, readiness, request, select, status} from "./page.js";
 import {agentOf} from "./session.js";
-import {rate} from "./rate.js";
+import {rateSessions} from "./rate.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;
 const OUTCOMES = ["", "exact", "retokenised", "aborted", "error", "untrainable"];
@@ -15,7 +15,7 @@ const SEARCHED = new Set(["text", "outcome", "reason", "policy_version", "min_re
 const KEPT = [["All", ""], ["Open", "status=open"], ["With a failed call", "outcome=error"], ["Reward 0 or less", "max_reward=0"], ["Held out", "split=eval"]];
 
 export async function sessions(query, policy) {
-  if (query === "rate") return rate(policy);
+  if (query === "rate") return rateSessions(policy);
   await readiness();
   const wanted = new URLSearchParams(query ?? ""), results = make("div", {});
   const fill = async () => results.replaceChildren(...await found(wanted));
