@@ -178,13 +178,14 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
         aborted: what cut the reply off; None for a complete reply.
     """
     call, place, own_id = running.call, running.place, running.attempt.turn_id
-    parent, sent, common = place.parent, place.prompt, _common(running)
+    parent, common = place.parent, _common(running)
     if parent is None:
         running.root = read_root(call.messages, call.tools, common["sampling"])
     common["role"], common["role_reason"] = find_role(
         call, parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
     )
     unplaced = None if call.media is None else call.media.find(call, place, running)
+    sent = place.prompt  # in which images have their places now
     turns: list[NewTurn] = []
     for index in sorted(running.choices) or [0]:
         choice = running.choices.get(index) or Choice()
