@@ -114,14 +114,18 @@ class Overrated:
 def overrated(known: Sequence[RatedSession], version: int, bound: float) -> Overrated | None:
     """Return by what a version is overrated whose predictions are certainly more than `bound` above its ratings.
 
-    It is looked at alone, and with the version before it. The head must also have risen since the versions before, and
-    the ratings fallen: a head that is wrong from the start is no policy that has found out what it likes.
+    The head may be wrong by its own standard deviation, alike in all sessions: after ten ratings it knows little.
+    The version is looked at alone, and with the version before it. The head must also have risen since the versions
+    before, and the ratings fallen: a head that is wrong from the start is no policy that has found out what it likes.
     """
     asked = [one for one in known if one.source is RatingSource.ASKED]
     for since in (version, version - 1):
         before = [one for one in known if one.policy_version < since]
         now = [one for one in asked if since <= one.policy_version <= version and one.predicted is not None]
-        if len(now) < LEAST_OVERRATED or not intervals.mean(list(map(_over, now)), OVERRATED).is_above(bound):
+        if len(now) < LEAST_OVERRATED:
+            continue
+        unsure = statistics.fmean(one.deviation or 0.0 for one in now)
+        if not intervals.mean(list(map(_over, now)), OVERRATED).is_above(bound + unsure):
             continue
         predicted, rating = (statistics.fmean(getattr(one, name) for one in now) for name in ("predicted", "rating"))
         earlier = [one.predicted for one in before if one.predicted is not None]
