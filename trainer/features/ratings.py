@@ -156,7 +156,11 @@ class ByHead(Beside[TrainerSettings]):
         values = np.array([corrected(sessions[n], rated, share * float(means[n]), portion) for n in batch])
         spread = float(values.std())
         gauges: Json = {"num_predicted_sessions": int((~is_rated).sum()), "head_share": share}
-        if not spread > 0:
+        # Ten equal ratings compare nothing: advantages would be the head's noise, at full size.
+        if (
+            not spread > 0
+            or len({rated[one.key] for one in sessions if one.key in known.claimed and one.key in rated}) < 2
+        ):
             return {}, gauges
         advantages = ((values - values.mean()) / spread).tolist()
         return dict(zip((sessions[n].key for n in batch), advantages, strict=True)), gauges

@@ -2,12 +2,14 @@
 
 import datetime
 
+import numpy as np
 import pytest
 
 from trainer.features import FEATURES, Settings
 from trainer.features.imported import Imported
-from trainer.features.ratings import FIRST_SHARE, ByHead, as_shares, check_ratings, corrected, share_of
+from trainer.features.ratings import FIRST_SHARE, ByHead, Known, as_shares, check_ratings, corrected, share_of
 from turnwise.errors import SettingsError
+from turnwise.features.ratings.head import SIGNALS, Features
 from turnwise.features.ratings.rated import RatedSession
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -61,3 +63,17 @@ def test_an_algorithm_that_does_not_train_by_one_advantage_a_session_is_refused(
 
 def test_unrated_sessions_are_added_before_imported_ones_which_begin_behind_all_that_were_sampled():
     assert FEATURES.beside.index(ByHead) < FEATURES.beside.index(Imported)
+
+
+@pytest.mark.parametrize(("ratings", "num_valued"), [([0.0] * 10, 0), ([1.0] + [0.0] * 9, 30)])
+def test_ten_equal_ratings_train_nothing_whatever_the_head_says(monkeypatch, ratings, num_valued):
+    """Its noise at full size would lead the policy away: a run of the demo went from 0.2 to 0 in that way."""
+    monkeypatch.setattr(ByHead, "_keep", lambda *_: None)
+    names = [{"session_pk": n, "tenant": "t", "session_id": f"s{n}", "ended_at": NOW} for n in range(30)]
+    given = [*ratings, *[None] * 20]
+    sessions = [RatedSession(**own, policy_version=0, rating=one) for own, one in zip(names, given, strict=True)]
+    rng = np.random.default_rng(0)
+    features = Features(rng.normal(size=(30, 20)), np.zeros((30, len(SIGNALS))))
+    known = Known(sessions, {}, num_candidates=30, claimed=frozenset(one.key for one in sessions[:10]))
+    credit, _ = object.__new__(ByHead)._valued(known, features)
+    assert len(credit) == num_valued
