@@ -236,6 +236,7 @@ def test_a_head_that_likes_what_people_do_not_holds_its_version(database):
             for name in names:
                 sessions.end_session(conn, "default", name)
             guess = {"tenant": "default", "policy_id": DEFAULT_POLICY, "policy_version": version, "mean": likes}
+            guess["deviation"] = 0.05
             predictions.keep(conn, [predictions.Prediction(session_id=name, **guess) for name in names])
             for number in range(10):
                 drawn = draws.next_draw(conn, "default", DEFAULT_POLICY, "ann")
