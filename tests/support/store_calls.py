@@ -296,7 +296,6 @@ def _ratings(conn: sa.Connection) -> None:
 def _rated(conn: sa.Connection) -> None:
     """Read what is known of all sessions of a policy."""
     _ratings(conn)
-    predictions.predictions_of(conn, DEFAULT_POLICY, "t")
     rated.is_asked(conn, DEFAULT_POLICY)
     rated.sessions_of(conn, DEFAULT_POLICY, "t")
     for findings in extensions.findings:

@@ -33,6 +33,7 @@ from turnwise.features.ratings.draws import PER_VERSION
 from turnwise.features.ratings.head import SIGNALS, Features, fit
 from turnwise.features.ratings.predictions import Prediction, keep
 from turnwise.features.ratings.rated import RatedSession, sessions_of
+from turnwise.features.statistics.intervals import power_tuned
 from turnwise.settings import Settings
 from turnwise.store.database import Connection
 from turnwise.types import Json, SessionKey
@@ -157,10 +158,7 @@ class ByHead(Beside[TrainerSettings]):
         spread = float(values.std())
         gauges: Json = {"num_predicted_sessions": int((~is_rated).sum()), "head_share": share}
         # Ten equal ratings compare nothing: advantages would be the head's noise, at full size.
-        if (
-            not spread > 0
-            or len({rated[one.key] for one in sessions if one.key in known.claimed and one.key in rated}) < 2
-        ):
+        if not spread > 0 or np.ptp(ratings[is_claimed[is_rated]]) == 0:
             return {}, gauges
         advantages = ((values - values.mean()) / spread).tolist()
         return dict(zip((sessions[n].key for n in batch), advantages, strict=True)), gauges
@@ -252,7 +250,7 @@ def share_of(rated: Sequence[RatedSession], ratings: Reals) -> float:
     if len(pairs) < MIN_PREDICTED:
         return FIRST_SHARE
     said, was = np.array(pairs, np.float64).T
-    return float(np.clip(np.cov(said, was)[0, 1] / max(float(said.var(ddof=1)), 1e-9), 0.0, 1.0))
+    return power_tuned(was, said)
 
 
 def corrected(session: RatedSession, rated: Mapping[SessionKey, float], predicted: float, portion: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import index, metadata, sessions
+from turnwise.store.schema import index, metadata, of_session, sessions
 from turnwise.store.statements import is_among
 
 FORKED = "forked"
@@ -16,12 +16,7 @@ SESSIONS_AT_ONCE = 100
 session_copies = sa.Table(
     "session_copies",
     metadata,
-    sa.Column(
-        "session_pk",
-        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    ),
+    of_session(),
     sa.Column("source_id", sa.Text, primary_key=True),
     sa.Column("tenant", sa.Text, nullable=False),
     sa.Column("made_by", sa.Text, nullable=False),

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from turnwise.errors import InvalidRequest
 from turnwise.store import rows
 from turnwise.store.extensions import Column, Extension
-from turnwise.store.schema import columns_of, index, metadata, sessions
+from turnwise.store.schema import columns_of, index, metadata, of_session, sessions
 from turnwise.store.selection import session_row
 from turnwise.store.sessions import read_session
 from turnwise.store.statements import is_among
@@ -39,13 +39,7 @@ class Label:
 session_labels = sa.Table(
     "session_labels",
     metadata,
-    # The cascade removes the labels also where the session's row alone is deleted.
-    sa.Column(
-        "session_pk",
-        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    ),
+    of_session(),
     *columns_of(Label, key="label"),
     sa.Column("tenant", sa.Text, nullable=False),
     index("ix_session_labels_label", "label", "tenant", "session_pk"),

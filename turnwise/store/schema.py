@@ -88,6 +88,13 @@ indexes: list[sa.Index] = []
 """All indexes in the order of their creation: of two that serve a query equally well, SQLite takes the last one."""
 
 
+def of_session() -> sa.Column[Any]:
+    """Return the key of rows that a session has; the cascade removes them also where its row alone is deleted."""
+    return sa.Column(
+        "session_pk", sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    )
+
+
 def index(name: str, *columns: str, where: str | None = None, unique: bool = False) -> sa.Index:
     condition = None if where is None else sa.text(where)
     indexes.append(sa.Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition))

@@ -5,6 +5,7 @@ import datetime
 import random
 
 import pytest
+import sqlalchemy as sa
 from support.ledger_samples import add_finished, add_session, sampled_by
 
 from turnwise.errors import Conflict
@@ -150,7 +151,7 @@ def test_a_deletion_leaves_of_a_draw_its_probability_alone(database):
             retention.delete_session(conn, "default", name)
         (left,) = draws.draws_of(conn, DEFAULT_POLICY)
         assert (left.session_id, left.rating, left.rater, left.num_candidates) == (None, None, "", 2)
-        assert predictions.predictions_of(conn, DEFAULT_POLICY) == []
+        assert conn.execute(sa.select(predictions.predicted_rewards)).all() == []
         assert ask(conn) is None
         retention.delete_tenant(conn, "default")
         assert draws.draws_of(conn, DEFAULT_POLICY) == []

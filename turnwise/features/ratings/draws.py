@@ -36,6 +36,13 @@ LEASE_SECONDS = 600
 DAYS = 30
 """Sessions that are older are not drawn."""
 OVER = (SessionStatus.ENDED.value, SessionStatus.EXPIRED.value)
+USABLE = (
+    sessions.c.opened_by.is_distinct_from(IMPORT),
+    MAY_BE_TRAINED,
+    sessions.c.record == 1,
+    sessions.c.num_turns > 0,
+)
+"""What a session must be that is rated or judged by ratings."""
 MAX_PAIRS = 20
 
 
@@ -151,13 +158,11 @@ def _draw(
         return None
     at = drawn.randrange(num)
     session_pk = conn.execute(candidates.order_by(sessions.c.session_pk).offset(at).limit(1)).scalar_one()
-    own = turns.c.session_pk == session_pk, turns.c.policy_id == policy_id, turns.c.reason.is_distinct_from(FORKED)
-    version = conn.execute(sa.select(sa.func.max(turns.c.policy_version_last)).where(*own)).scalar_one()
     row = {
         "session_pk": session_pk,
         "tenant": tenant,
         "policy_id": policy_id,
-        "policy_version": 0 if version is None else version,
+        "policy_version": versions_of(conn, [session_pk], policy_id).get(session_pk, 0),
         "num_candidates": num,
         "since": since,
         "rater": rater,
@@ -168,18 +173,25 @@ def _draw(
     return int(draw_id)
 
 
+def versions_of(conn: sa.Connection, session_pks: Sequence[int], policy_id: int) -> dict[int, int]:
+    """Return the newest version of the policy that sampled in each session, if one did."""
+    c = turns.c
+    own = is_among(conn.dialect, c.session_pk, session_pks), c.policy_id == policy_id, c.reason.is_distinct_from(FORKED)
+    newest = sa.select(c.session_pk, sa.func.max(c.policy_version_last)).where(*own).group_by(c.session_pk)
+    return {pk: version for pk, version in conn.execute(newest) if version is not None}
+
+
 def _candidates(tenant: str, policy_id: int, since: int) -> sa.Select[int]:
     """Select the single sessions that a draw may take: each is over, may be trained, and has no reward but thumbs."""
     c = sessions.c
     # Searched by its tenant, and not by its time among the sessions of all tenants.
     is_over = c.tenant == tenant, c.status.in_(OVER), c.ended_at + 0 > 0, c.created_at + 0 >= since
-    is_single = c.group_id.is_(None), unindexed(c.split) == Split.TRAIN.value, c.opened_by.is_distinct_from(IMPORT)
-    is_usable = c.policy_id == policy_id, MAY_BE_TRAINED, c.record == 1, c.num_turns > 0
+    is_single = c.group_id.is_(None), unindexed(c.split) == Split.TRAIN.value, c.policy_id == policy_id
     said = sa.exists().where(
         feedback.feedback.c.session_pk == c.session_pk, feedback.feedback.c.kind.in_(list(feedback.RATINGS))
     )
     is_new = ~sa.exists().where(rating_draws.c.session_pk == c.session_pk)
-    return sa.select(c.session_pk).where(*is_over, *is_single, *is_usable, sa.or_(c.num_rewards == 0, said), is_new)
+    return sa.select(c.session_pk).where(*is_over, *is_single, *USABLE, sa.or_(c.num_rewards == 0, said), is_new)
 
 
 def missing(num_rated: int) -> int:

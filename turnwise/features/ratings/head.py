@@ -3,7 +3,7 @@
 A Bayesian logistic regression with a normal prior, by Laplace's approximation (MacKay 1992): Newton's steps to the one
 maximum, and there the inverse of the Hessian as the covariance of the weights. There is nothing to tune on so few
 ratings, it takes milliseconds, and the same ratings give the same bits. The features are what the trainer's forward
-pass has of a session and what went wrong in it; how long it is, is left out, because a policy finds that first.
+pass has of a session; how long it is, is left out, because a policy finds that first.
 """
 
 from __future__ import annotations
@@ -27,20 +27,8 @@ PRECISION = 1.0
 PRECISION_OF_BIAS = 0.01
 MAX_STEPS = 100
 PRECISE = 1e-10
-SIGNALS: Final = (
-    "mean_logprob",
-    "least_logprob",
-    "entropy",
-    "tool_errors",
-    "repeated_calls",
-    "client_retries",
-    "edits",
-    "is_abandoned",
-    "judge",
-)
-"""What else is known of a session. A judge's score is one of them, and never the reward."""
-LENGTHS: Final = ("num_turns", "num_tokens")
-"""Left out unless a setting says so: a policy that is trained by them learns to be short or long."""
+SIGNALS: Final = ("mean_logprob", "least_logprob")
+"""What else is known of a session: of the tokens that were sampled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ import sqlalchemy as sa
 
 from turnwise.features.ratings.draws import rating_draws
 from turnwise.store import rows
-from turnwise.store.schema import columns_of, index, metadata, sessions
+from turnwise.store.schema import columns_of, index, metadata, of_session
 from turnwise.store.statements import insert_rows, is_among
-from turnwise.types import SessionKey, utc_now
+from turnwise.store.updates import session_pks
+from turnwise.types import utc_now
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +39,17 @@ class Prediction:
 predicted_rewards = sa.Table(
     "predicted_rewards",
     metadata,
-    # The cascade removes them also where the session's row alone is deleted.
-    sa.Column(
-        "session_pk",
-        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
-        primary_key=True,
-        autoincrement=False,
-    ),
+    of_session(),
     *columns_of(Prediction, omit=frozenset({"tenant", "session_id"})),
     index("ix_predicted_rewards_policy", "policy_id", "policy_version"),
 )
 _ROWS = rows.RowFormat(Prediction, predicted_rewards, joined=("tenant", "session_id"))
-JOINED = sa.select(predicted_rewards, sessions.c.tenant, sessions.c.session_id).join_from(predicted_rewards, sessions)
 
 
 def keep(conn: sa.Connection, made: Iterable[Prediction]) -> int:
     """Store predictions in place of earlier ones, but for sessions that were rated since these; return how many."""
     by_key = {(one.tenant, one.session_id): one for one in made}
-    pks = _pks(conn, by_key)
+    pks = session_pks(conn, by_key.keys())
     of_these = is_among(conn.dialect, rating_draws.c.session_pk, list(pks.values()))
     rated = sa.select(rating_draws.c.session_pk).where(of_these, rating_draws.c.rated_at.is_not(None))
     predicted = rated.join(predicted_rewards, predicted_rewards.c.session_pk == rating_draws.c.session_pk)
@@ -65,22 +59,3 @@ def keep(conn: sa.Connection, made: Iterable[Prediction]) -> int:
     conn.execute(sa.delete(predicted_rewards).where(of_new))
     insert_rows(conn, predicted_rewards, [_ROWS.row(by_key[key], session_pk=pk) for key, pk in new.items()])
     return len(new)
-
-
-def _pks(conn: sa.Connection, keys: Iterable[SessionKey]) -> dict[SessionKey, int]:
-    found: dict[SessionKey, int] = {}
-    by_tenant: dict[str, list[str]] = {}
-    for tenant, session_id in keys:
-        by_tenant.setdefault(tenant, []).append(session_id)
-    c = sessions.c
-    for tenant, ids in by_tenant.items():
-        own = sa.select(c.session_id, c.session_pk).where(c.tenant == tenant, is_among(conn.dialect, c.session_id, ids))
-        found |= {(tenant, session_id): pk for session_id, pk in conn.execute(own)}
-    return found
-
-
-def predictions_of(conn: sa.Connection, policy_id: int, tenant: str | None = None) -> list[Prediction]:
-    """Return the predictions of a policy's sessions, of all tenants or of one, oldest session first."""
-    of = [predicted_rewards.c.policy_id == policy_id, *([] if tenant is None else [sessions.c.tenant == tenant])]
-    found = JOINED.where(*of).order_by(predicted_rewards.c.session_pk)
-    return [_ROWS.record(row) for row in conn.execute(found)]

@@ -14,15 +14,13 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from turnwise import credit
-from turnwise.features.copies import FORKED
-from turnwise.features.ratings.draws import OVER, Draw, draws_of, inclusion, rating_draws
+from turnwise.features.ratings.draws import OVER, USABLE, Draw, draws_of, inclusion, rating_draws, versions_of
 from turnwise.features.ratings.predictions import predicted_rewards
 from turnwise.store import rows
-from turnwise.store.experiences import MAY_BE_TRAINED
 from turnwise.store.rewards import rewards_of
-from turnwise.store.schema import sessions, turns
+from turnwise.store.schema import sessions
 from turnwise.store.statements import is_among
-from turnwise.types import IMPORT, Credit, SessionKey, Split
+from turnwise.types import Credit, SessionKey, Split
 
 MOST_READ = 10_000
 """Sessions of a policy that are read, the newest that ended and that expired."""
@@ -78,10 +76,9 @@ def sessions_of(
     of = [c.policy_id == policy_id, *([] if tenant is None else [c.tenant == tenant])]
     # The index `ix_sessions_live` has the rows with the first two conditions.
     is_single = c.group_id.is_(None), c.ended_at.is_not(None), c.split == Split.TRAIN.value
-    usable = c.opened_by.is_distinct_from(IMPORT), MAY_BE_TRAINED, c.record == 1, c.num_turns > 0
     found: list[rows.StoredRow] = []
     for status in OVER:
-        over = sa.select(sessions).where(c.status == status, *is_single, *usable, *of)
+        over = sa.select(sessions).where(c.status == status, *is_single, *USABLE, *of)
         found += conn.execute(over.order_by(c.last_active_at.desc()).limit(most)).all()
     found = sorted(found, key=lambda row: row.session_pk)
     by_tenant: dict[str, list[Draw]] = defaultdict(list)
@@ -103,7 +100,7 @@ def _known(
 ) -> list[RatedSession]:
     pks = [row.session_pk for row in found]
     lines = rewards_of(conn, [row.session_pk for row in found if row.num_rewards])
-    versions = _versions(conn, pks, policy_id)
+    versions = versions_of(conn, pks, policy_id)
     of_these = sa.select(predicted_rewards).where(is_among(conn.dialect, predicted_rewards.c.session_pk, pks))
     predicted = {row.session_pk: row for row in conn.execute(of_these)}
     known = []
@@ -131,10 +128,3 @@ def _known(
             )
         )
     return known
-
-
-def _versions(conn: sa.Connection, pks: Sequence[int], policy_id: int) -> dict[int, int]:
-    c = turns.c
-    own = is_among(conn.dialect, c.session_pk, pks), c.policy_id == policy_id, c.reason.is_distinct_from(FORKED)
-    newest = sa.select(c.session_pk, sa.func.max(c.policy_version_last)).where(*own).group_by(c.session_pk)
-    return {pk: version for pk, version in conn.execute(newest) if version is not None}

@@ -80,7 +80,7 @@ def predicted_mean(
     (2311.01453): mean(λ f) over the unrated + mean(y − λ f) over the rated, which were drawn at random.
     """
     ratings, of_rated, of_all = (np.asarray(values, np.float64) for values in (rated, predicted_of_rated, predicted))
-    weight = _power(ratings, of_rated, len(of_all))
+    weight = power_tuned(ratings, of_rated, len(of_all))
     left, left_variance, num = _moments(ratings - weight * of_rated, _shifted(bounds, weight))
     spread = float(of_all.var(ddof=1)) if len(of_all) > 1 else 0.0
     error = math.sqrt(left_variance / max(1, num) + weight**2 * spread / max(1, len(of_all)))
@@ -136,8 +136,10 @@ def _interval(
     return Interval(estimate, centre - margin, centre + margin, error, num)
 
 
-def _power(ratings: npt.NDArray[np.float64], predicted: npt.NDArray[np.float64], num_unrated: int) -> float:
-    """Return the λ of least variance, between 0 and 1: cov(y, f) / (var(f) · (1 + rated / unrated))."""
+def power_tuned(
+    ratings: npt.NDArray[np.float64], predicted: npt.NDArray[np.float64], num_unrated: float = math.inf
+) -> float:
+    """Return the λ of least variance, between 0 and 1: cov(y, f) / (var(f) · (1 + rated / unrated)), 2311.01453."""
     if len(ratings) < 2 or not num_unrated or not (variance := float(predicted.var(ddof=1))):
         return 0.0
     covariance = float(np.cov(ratings, predicted)[0, 1])
