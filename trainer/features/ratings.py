@@ -12,6 +12,7 @@ but predictions, which the second one replaces.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,13 +27,15 @@ from trainer.batch.selection import IMPOSSIBLE, Selection, offer
 from trainer.claims.holds import Beside
 from trainer.claims.ledger import RunProgress
 from trainer.features.examples.playing import of_policy
+from trainer.features.sentinels import MEASURES, Sentinel
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.features.ratings.chains import chains_of
 from turnwise.features.ratings.draws import PER_VERSION
-from turnwise.features.ratings.head import SIGNALS, Features, fit
+from turnwise.features.ratings.head import Features, fit
 from turnwise.features.ratings.predictions import Prediction, keep
 from turnwise.features.ratings.rated import RatedSession, sessions_of
+from turnwise.features.sentinels import Played, played
 from turnwise.features.statistics.intervals import power_tuned
 from turnwise.settings import Settings
 from turnwise.store.database import Connection
@@ -47,6 +50,18 @@ MOST_RATED = 500
 MIN_PREDICTED = 10
 EQUAL = UNIFORM, AT_BASELINE, FIRST
 """Why the algorithm has no advantage for a session; beside what a head predicts of others it has one."""
+OBSERVED: tuple[Sentinel, ...] = (
+    "broken_calls",
+    "failed_calls",
+    "questions",
+    "refusals",
+    "repeats",
+    "empty",
+    "given_up",
+)
+"""The sentinels that tell the head of a session. How long its replies are is not among them: a policy finds that."""
+NUM_SIGNALS = len(OBSERVED) + 3
+"""Those, how many turns were asked for again, and the mean and the least logprob of the sampled tokens."""
 FIRST_SHARE = 0.5
 """λ before there are `MIN_PREDICTED` ratings of sessions that a head has predicted without them."""
 OF_BOTH: Mapping[str, Any] = {"groups_per_batch": PER_VERSION, "singles_per_group": 1, "wait_seconds": None}
@@ -77,6 +92,8 @@ class Known:
 
     sessions: Sequence[RatedSession]
     chains: Mapping[SessionKey, Sequence[Chain]]
+    observed: Reals
+    """What the head is told of each session beside its tokens. [N, S - 2]"""
     num_candidates: int
     """Sessions of the versions that sampled the batch, and of those between that the weights come from."""
     claimed: frozenset[SessionKey]
@@ -130,7 +147,9 @@ class ByHead(Beside[TrainerSettings]):
         for chain in self._ledger.chains(self._ledger.read(lambda conn: chains_of(conn, pks, of, roles))):
             if longest is None or len(chain.tokens) <= longest:
                 chains.setdefault(chain.session_key, []).append(chain)
-        known = Known([one for one in chosen if one.key in chains], chains, len(own), claimed)
+        seen = [one for one in chosen if one.key in chains]
+        turns = self._ledger.read(lambda conn: played(conn, [one.session_pk for one in seen]))
+        known = Known(seen, chains, np.array([observed(turns.get(one.session_pk)) for one in seen]), len(own), claimed)
         return known if known.is_claimed.any() else None
 
     def _valued(self, known: Known, features: Features) -> tuple[dict[SessionKey, float], Json]:
@@ -172,7 +191,7 @@ class ByHead(Beside[TrainerSettings]):
             hidden = output[0] if isinstance(output, tuple) else output
             states.append(hidden[0, -1].detach().float().cpu().numpy().astype(np.float64))
 
-        signals = np.full((len(known.sessions), len(SIGNALS)), np.nan)
+        logprobs = np.full((len(known.sessions), 2), np.nan)
         watched = layers[2 * len(layers) // 3 - 1].register_forward_hook(keep_last)
         try:
             for number, session in enumerate(known.sessions):
@@ -180,11 +199,11 @@ class ByHead(Beside[TrainerSettings]):
                 # The logits behind all tokens of a long session would not fit into memory.
                 seen.behind(torch.tensor([chain.tokens.tolist()], device=policy.device), None)
                 sampled = chain.logprobs[chain.loss_mask & (chain.logprobs > IMPOSSIBLE)]
-                signals[number, SIGNALS.index("mean_logprob")] = sampled.mean() if len(sampled) else np.nan
-                signals[number, SIGNALS.index("least_logprob")] = sampled.min() if len(sampled) else np.nan
+                if len(sampled):
+                    logprobs[number] = sampled.mean(), sampled.min()
         finally:
             watched.remove()
-        return Features(np.stack(states), signals)
+        return Features(np.stack(states), np.hstack([known.observed, logprobs]))
 
     def _keep(self, predicted: Sequence[tuple[RatedSession, float, float]]) -> None:
         made = [
@@ -234,6 +253,24 @@ def check_ratings(settings: TrainerSettings) -> None:
             f"ratings='control' gives each session an advantage, and the algorithm '{algorithm}' does not train by it: "
             "use 'grpo' or another one with a baseline, or ratings='newest'"
         )
+
+
+def observed(one: Played | None) -> list[float]:
+    """Return what the head is told of a session beside its tokens, NaN for what it does not show.
+
+    As [S - 2].
+    """
+    if one is None:
+        return [np.nan] * (len(OBSERVED) + 1)
+    found = [MEASURES[name](one) for name in OBSERVED]
+    return [np.nan if value is None else value for value in [*found, asked_again(one)]]
+
+
+def asked_again(one: Played) -> float:
+    """Return the share of turns that take the place of an earlier one: the client has retried, or a person edited."""
+    calls = [turn for turn in one.turns if "#" not in turn.turn_id]
+    places = [turn.parent_turn_id or json.dumps(turn.messages, sort_keys=True) for turn in calls]
+    return 1 - len(set(places)) / max(len(places), 1)
 
 
 def as_shares(ratings: Sequence[float]) -> Reals:

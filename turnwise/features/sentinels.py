@@ -11,6 +11,7 @@ from turnwise.features.copies import FORKED
 from turnwise.store.experiences import MAY_BE_TRAINED
 from turnwise.store.rows import StoredRow
 from turnwise.store.schema import policy_versions, sessions
+from turnwise.store.statements import is_among
 from turnwise.store.turns import turns_of
 from turnwise.types import DEFAULT_POLICY, IMPORT, PolicyVersion, SessionStatus, Split, Turn
 
@@ -47,7 +48,13 @@ def live_sessions(
         )
         over = sa.select(sessions).where(sessions.c.status == status, *is_live).order_by(at.desc() if newest else at)
         found += conn.execute(over.limit(num_sessions)).all()
-    return _with_turns(conn, found)
+    return list(_with_turns(conn, found).values())
+
+
+def played(conn: sa.Connection, pks: Sequence[int]) -> dict[int, Played]:
+    """Return sessions with their turns, by `session_pk`; without those that no turn of their policy was sampled in."""
+    of_these = sa.select(sessions).where(is_among(conn.dialect, sessions.c.session_pk, pks))
+    return _with_turns(conn, conn.execute(of_these).all())
 
 
 def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> list[Played]:
@@ -55,7 +62,8 @@ def held_out_sessions(conn: sa.Connection, version: int, num_sessions: int) -> l
     is_over = sessions.c.status.in_(_OVER)
     is_held_out = sessions.c.split == Split.EVAL.value, sessions.c.arm == version
     found = sa.select(sessions).where(*is_held_out, is_over, MAY_BE_TRAINED)
-    return _with_turns(conn, conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all())
+    newest = conn.execute(found.order_by(sessions.c.session_pk.desc()).limit(num_sessions)).all()
+    return list(_with_turns(conn, newest).values())
 
 
 def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range:
@@ -71,7 +79,7 @@ def alarmed_versions(conn: sa.Connection, active: PolicyVersion | None) -> range
     return range(active.version + 1, (conn.execute(newest).scalar_one() or 0) + 1)
 
 
-def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]:
+def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> dict[int, Played]:
     rows = [row for row in found if row.opened_by != IMPORT]
     stored = turns_of(conn, [row.session_pk for row in rows])
     sampled = {
@@ -80,8 +88,10 @@ def _with_turns(conn: sa.Connection, found: Sequence[StoredRow]) -> list[Played]
         ]
         for row in rows
     }
-    return [
-        Played(session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk])
+    return {
+        row.session_pk: Played(
+            session_id=row.session_id, status=SessionStatus(row.status), turns=sampled[row.session_pk]
+        )
         for row in rows
         if sampled[row.session_pk]
-    ]
+    }

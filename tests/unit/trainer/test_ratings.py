@@ -1,16 +1,31 @@
 """What a session is worth where few are rated, by hand."""
 
+import dataclasses
 import datetime
 
 import numpy as np
 import pytest
+from support.ledger_samples import make_turn
 
 from trainer.features import FEATURES, Settings
 from trainer.features.imported import Imported
-from trainer.features.ratings import FIRST_SHARE, ByHead, Known, as_shares, check_ratings, corrected, share_of
+from trainer.features.ratings import (
+    FIRST_SHARE,
+    NUM_SIGNALS,
+    OBSERVED,
+    ByHead,
+    Known,
+    as_shares,
+    check_ratings,
+    corrected,
+    observed,
+    share_of,
+)
 from turnwise.errors import SettingsError
-from turnwise.features.ratings.head import SIGNALS, Features
+from turnwise.features.ratings.head import Features
 from turnwise.features.ratings.rated import RatedSession
+from turnwise.features.sentinels import Played
+from turnwise.types import SessionStatus
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -53,6 +68,18 @@ def test_ratings_are_read_from_the_lowest_to_the_highest_where_they_are_no_share
     assert as_shares([-1.0, 0.0, 1.0]).tolist() == [0.0, 0.5, 1.0]
 
 
+def test_a_head_is_told_what_sentinels_see_of_a_session_and_what_was_asked_for_again():
+    """A failed tool call of one, and of three calls one retried; two choices of one call are one call."""
+    first, result = make_turn("t1"), {"role": "tool", "content": "Error: no file"}
+    again = dataclasses.replace(make_turn("t2", first), messages=[result])
+    turns = [first, dataclasses.replace(again, turn_id="t2#1"), again, dataclasses.replace(again, turn_id="t3")]
+    one = Played(session_id="s", status=SessionStatus.EXPIRED, turns=turns)
+    told = dict(zip([*OBSERVED, "asked_again"], observed(one), strict=True))
+    assert (told["failed_calls"], told["given_up"], told["asked_again"]) == (1.0, 1.0, pytest.approx(1 / 3))
+    assert np.isnan(told["broken_calls"])
+    assert np.isnan(observed(None)).all()
+
+
 @pytest.mark.parametrize("algorithm", ["dpo", "sft", "gae"])
 def test_an_algorithm_that_does_not_train_by_one_advantage_a_session_is_refused(tmp_path, algorithm):
     with pytest.raises(SettingsError, match=f"the algorithm '{algorithm}' does not train by it"):
@@ -73,7 +100,9 @@ def test_ten_equal_ratings_train_nothing_whatever_the_head_says(monkeypatch, rat
     given = [*ratings, *[None] * 20]
     sessions = [RatedSession(**own, policy_version=0, rating=one) for own, one in zip(names, given, strict=True)]
     rng = np.random.default_rng(0)
-    features = Features(rng.normal(size=(30, 20)), np.zeros((30, len(SIGNALS))))
-    known = Known(sessions, {}, num_candidates=30, claimed=frozenset(one.key for one in sessions[:10]))
+    features = Features(rng.normal(size=(30, 20)), np.zeros((30, NUM_SIGNALS)))
+    known = Known(
+        sessions, {}, np.empty((30, 0)), num_candidates=30, claimed=frozenset(one.key for one in sessions[:10])
+    )
     credit, _ = object.__new__(ByHead)._valued(known, features)
     assert len(credit) == num_valued

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,6 @@ PRECISION = 1.0
 PRECISION_OF_BIAS = 0.01
 MAX_STEPS = 100
 PRECISE = 1e-10
-SIGNALS: Final = ("mean_logprob", "least_logprob")
-"""What else is known of a session: of the tokens that were sampled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Features:
     states: Reals
     """Of the last token, at two thirds of the model's depth. [N, H]"""
     signals: Reals
-    """[N, S]; NaN where a signal is not known of a session."""
+    """What else is known of a session. [N, S]; NaN where a signal is not known of one."""
 
     def of(self, chosen: npt.NDArray[np.bool_]) -> Features:
         """Return those of some sessions."""
