@@ -2,7 +2,8 @@
 
 SmolLM2 plays rounds of sessions, of which ten are rated, and is trained after each round. Beside what the trainer does
 with the setting `ratings` there are arms that start from the base model each time and are held, one part left out each,
-and two that use a head's predictions of the sessions that nobody has rated. MODEL is the directory of SmolLM2-135M.
+and two that use a head's predictions of the sessions that nobody has rated. Then there are raters who are wrong, who
+like a word or long sessions at first, and a task whose success does not show. MODEL is the directory of SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import datetime
 import itertools
 import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from upper_llama import Llama, Played, Player
+
+from turnwise.features.ratings.estimates import overrated
+from turnwise.features.ratings.head import Features, fit
+from turnwise.features.ratings.rated import RatedSession, RatingSource
+from turnwise.features.statistics.intervals import power_tuned
 
 Reals = npt.NDArray[np.float64]
 RATED = 10
@@ -32,7 +39,13 @@ AT_ONCE = 50
 ROW_SESSIONS = 17
 NUM_KNOWN = 24
 """Unrated sessions of the base model among which those are drawn that hold a policy."""
-PARTS = 16
+MIN_PREDICTED = 10
+FOOLED = 20
+"""The first ratings are of raters who like something else."""
+MAGIC_WORD = "answer"
+BOUND = 0.1
+"""Of the sentinel `predicted`."""
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +73,10 @@ class Arm:
     wrong: float = 0.0
     """Share of the ratings that are wrong."""
     is_shuffled: bool = False
+    liked: Literal["right", "word", "length"] = "right"
+    """What the first twenty ratings are for: also a word, or only what is longer than most."""
+    unseen: float = 0.0
+    """Share of the right answers that are worth nothing, which no session shows: a record was spelt like another."""
 
 
 GRPO = Arm(is_clipped=True, replays=False, restarts=False, most_certain=None, kl=0.0, step_sessions=10, unrated=2)
@@ -76,8 +93,20 @@ ARMS = {
     "held, all tokens": Arm(most_certain=None),
     "held, no restart": Arm(restarts=False),
     "held, clipped": Arm(is_clipped=True),
-    "corrected, wrong": dataclasses.replace(OF_ALL, learns_from="corrected", wrong=0.2),
-    "corrected, shuffled": dataclasses.replace(OF_ALL, learns_from="corrected", is_shuffled=True),
+}
+ODD: Mapping[str, Mapping[str, Any]] = {
+    "a tenth wrong": {"wrong": 0.1},
+    "a fifth wrong": {"wrong": 0.2},
+    "shuffled": {"is_shuffled": True},
+    "word": {"liked": "word"},
+    "length": {"liked": "length"},
+    "unseen": {"unseen": 0.5},
+}
+"""Raters and tasks that lead astray."""
+ARMS |= {
+    f"{name}, {kind}": dataclasses.replace(ARMS[name], **changes)
+    for name in ("newest", "corrected")
+    for kind, changes in ODD.items()
 }
 """`newest` and `corrected` are those of the setting `ratings`; `held` is TOPR from the base model on all rated ones."""
 
@@ -90,8 +119,10 @@ class Run:
         self._drawn, self._rng = torch.Generator().manual_seed(seed), random.Random(seed)
         self._numbers = itertools.count(round_sessions)
         self._ratings: list[Reals] = []
-        self._predicted: list[tuple[float, float]] = []
-        """What the head said of sessions before they were rated, and what they were rated."""
+        self._known: list[RatedSession] = []
+        """All sessions; what the head said of one that is rated, it said before."""
+        self.named: list[int] = []
+        """The rounds after which the sentinel would have named that the head likes what people do not."""
         self._start()
 
     def _start(self) -> None:
@@ -105,7 +136,7 @@ class Run:
 
         The first sessions are those of the base model, the same ones for all arms; the first ten of a round are rated.
         """
-        arm, rounds = self._arm, [list(base)]
+        arm, rounds = self._arm, [self._worth(base)]
         size = RATED + arm.unrated if arm.learns_from == "rated" else self._round
         for number in range(num_rounds):
             if number:
@@ -119,10 +150,18 @@ class Run:
         return [_mean(played) for played in rounds], _mean(held_out)
 
     def _play(self, split: str, indices: Sequence[int]) -> list[Played]:
-        return [
+        played = [
             each
             for start in range(0, len(indices), AT_ONCE)
             for each in self._player.play(split, indices[start : start + AT_ONCE], self._seed, self._drawn)
+        ]
+        return self._worth(played)
+
+    def _worth(self, played: Sequence[Played]) -> list[Played]:
+        is_other = [self._rng.random() < self._arm.unseen for _ in played]
+        return [
+            dataclasses.replace(each, reward=0.0) if other else each
+            for each, other in zip(played, is_other, strict=True)
         ]
 
     def _credited(self, rounds: Sequence[Sequence[Played]]) -> tuple[list[Played], Reals]:
@@ -137,7 +176,15 @@ class Run:
         return newest, self._by_head(rounds)
 
     def _rated(self, played: Sequence[Played]) -> Reals:
-        ratings = [1 - each.reward if self._rng.random() < self._arm.wrong else each.reward for each in played]
+        arm = self._arm
+        ratings = [1 - each.reward if self._rng.random() < arm.wrong else each.reward for each in played]
+        if len(self._ratings) < FOOLED // RATED and arm.liked == "word":
+            ratings = [
+                max(given, float(MAGIC_WORD in one.said.lower())) for given, one in zip(ratings, played, strict=True)
+            ]
+        elif len(self._ratings) < FOOLED // RATED and arm.liked == "length":
+            most = np.median([len(one.behaviour) for one in played])
+            ratings = [float(len(one.behaviour) > most) for one in played]
         if self._arm.is_shuffled:
             self._rng.shuffle(ratings)
         return np.array(ratings)
@@ -146,17 +193,38 @@ class Run:
         every = [each for played in rounds for each in played]
         ends = np.cumsum([0, *map(len, rounds)])
         rated = [int(start) + place for start in ends[:-1] for place in range(RATED)]
-        truth = np.concatenate(self._ratings)
-        if len(rounds) > 1:
-            before = predictions(every, rated[:-RATED], truth[:-RATED])[rated[-RATED:]]
-            self._predicted += zip(before.tolist(), truth[-RATED:].tolist(), strict=True)
-        guessed = predictions(every, rated, truth)[ends[-2] :]
+        truth, number = np.concatenate(self._ratings), len(rounds) - 1
+        said, unsure = predictions(every, rated, truth)
+        before = predictions(every, rated[:-RATED], truth[:-RATED]) if number else None
+        size = len(rounds[-1])
+        for place, at in enumerate(range(int(ends[-2]), int(ends[-1]))):
+            is_asked = place < RATED
+            head = before if is_asked else (said, unsure)
+            one = RatedSession(
+                session_pk=at,
+                tenant="default",
+                session_id=str(at),
+                policy_version=number,
+                ended_at=NOW,
+                rating=float(self._ratings[-1][place]) if is_asked else None,
+                source=RatingSource.ASKED if is_asked else None,
+                probability=RATED / size if is_asked else None,
+                predicted=None if head is None else float(head[0][at]),
+                deviation=None if head is None else float(head[1][at]),
+            )
+            self._known.append(one)
+        if overrated(self._known, number, BOUND) is not None:
+            self.named.append(number)
+        guessed = said[ends[-2] :]
         if self._arm.learns_from == "head":
             return np.concatenate([truth[-RATED:], guessed[RATED:]])
+        pairs = [
+            (one.predicted, one.rating) for one in self._known if one.rating is not None and one.predicted is not None
+        ]
         share = 0.5
-        if self._predicted:
-            said, was = np.array(self._predicted).T
-            share = float(np.clip(np.cov(said, was)[0, 1] / (said.var(ddof=1) + 1e-9), 0, 1))
+        if len(pairs) >= MIN_PREDICTED:
+            earlier, was = np.array(pairs).T
+            share = power_tuned(was, earlier)
         corrected = share * guessed
         corrected[:RATED] += (truth[-RATED:] - share * guessed[:RATED]) * len(guessed) / RATED
         return corrected
@@ -222,22 +290,12 @@ class Run:
         model.adapter = adapter
 
 
-def predictions(played: Sequence[Played], rated: Sequence[int], truth: Reals) -> Reals:
-    """Return what a Bayesian logistic on the last states of the rated sessions says of all."""
-    states = np.stack([each.last.numpy() for each in played]).astype(np.float64)
-    states -= states.mean(0)
-    parts = states @ np.linalg.svd(states, full_matrices=False)[2][:PARTS].T
-    features = np.column_stack([np.ones(len(parts)), parts / (parts.std(0) + 1e-6)])
-    known, weights = features[list(rated)], np.zeros(features.shape[1])
-    prior = np.eye(len(weights))
-    prior[0, 0] = 0.1
-    for _ in range(30):
-        said = 1 / (1 + np.exp(-known @ weights))
-        curvature = (known * (said * (1 - said))[:, None]).T @ known + prior
-        weights -= np.linalg.solve(curvature, known.T @ (said - truth) + prior @ weights)
-    variance = np.einsum("ij,jk,ik->i", features, np.linalg.inv(curvature), features)
-    found: Reals = 1 / (1 + np.exp(-features @ weights / np.sqrt(1 + math.pi * variance / 8)))
-    return found
+def predictions(played: Sequence[Played], rated: Sequence[int], truth: Reals) -> tuple[Reals, Reals]:
+    """Return what the product's head, fitted to the last states of the rated sessions, says of all, and how unsure."""
+    seen = Features(np.stack([each.last.numpy() for each in played]).astype(np.float64), np.empty((len(played), 0)))
+    is_rated = np.zeros(len(played), bool)
+    is_rated[list(rated)] = True
+    return fit(seen.of(is_rated), truth, seen).predict(seen)
 
 
 def _rewards(played: Sequence[Played]) -> Reals:
@@ -274,7 +332,8 @@ def main() -> None:
             run = Run(ARMS[name], player, seed, given.round)
             rounds, held_out = run.learn(base, given.ratings // RATED, given.held_out)
             seconds = time.process_time() - started
-            line = {"arm": name, "seed": seed, "rounds": rounds, "held_out": held_out, "cpu_seconds": round(seconds)}
+            line = {"arm": name, "seed": seed, "rounds": rounds, "held_out": held_out, "named": run.named}
+            line |= {"ratings": given.ratings, "cpu_seconds": round(seconds)}
             print(json.dumps(line), flush=True)
 
 

@@ -130,6 +130,8 @@ class Played:
     """Inputs of the first trained layer."""
     last: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
     """State of the last token that was fed, at two thirds of the depth."""
+    said: str = ""
+    """The text of the replies."""
     reward: float = 0.0
     reference: list[float] | None = None
     """Logprobs of the sampled tokens under the base model, once they are known."""
@@ -163,6 +165,7 @@ class Player:
             going = []
             for row in live:
                 texts[row] = self._tokenizer.decode(replies[row], skip_special_tokens=True)
+                played[row].said += f"{texts[row]}\n"
                 command = agent.COMMAND.fullmatch(texts[row].strip())
                 if command and turn + 1 < agent.MAX_TURNS:
                     ended = "" if replies[row][-1] == self._end else "<|im_end|>"

@@ -32,7 +32,7 @@ from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.features.ratings.chains import chains_of
 from turnwise.features.ratings.draws import PER_VERSION
-from turnwise.features.ratings.head import Features, fit
+from turnwise.features.ratings.head import Features, fit, left_out, shuffled
 from turnwise.features.ratings.predictions import Prediction, keep
 from turnwise.features.ratings.rated import RatedSession, sessions_of
 from turnwise.features.sentinels import Played, played
@@ -175,7 +175,13 @@ class ByHead(Beside[TrainerSettings]):
         portion = known.num_candidates / len(batch)
         values = np.array([corrected(sessions[n], rated, share * float(means[n]), portion) for n in batch])
         spread = float(values.std())
-        gauges: Json = {"num_predicted_sessions": int((~is_rated).sum()), "head_share": share}
+        rated_ones = features.of(is_rated)
+        gauges: Json = {
+            "num_predicted_sessions": int((~is_rated).sum()),
+            "head_share": share,
+            "head_auroc": left_out(rated_ones, ratings),
+            "head_auroc_shuffled": shuffled(rated_ones, ratings),
+        }
         # Ten equal ratings compare nothing: advantages would be the head's noise, at full size.
         if not spread > 0 or np.ptp(ratings[is_claimed[is_rated]]) == 0:
             return {}, gauges

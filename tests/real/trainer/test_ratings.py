@@ -45,6 +45,7 @@ def test_unrated_sessions_are_trained_by_what_the_head_predicts_of_them(tmp_path
     metrics = train(few(tmp_path, model, "control", total_batches=1)).metrics
     assert (metrics["num_predicted_sessions"], metrics["num_sessions"], metrics["num_updates"]) == (50, 60, 4)
     assert metrics["head_share"] == 0.5
+    assert 0 <= metrics["head_auroc_shuffled"] <= 1
     (of_update,) = trained(ledger)
     assert {f"rated-{number}-0" for number in range(10)} < of_update
     assert len(of_update) == 60

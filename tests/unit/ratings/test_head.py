@@ -1,7 +1,5 @@
 """The head of few ratings: it finds the maximum that others find, says how sure it is, and learns nothing of noise."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -58,7 +56,7 @@ def test_it_ranks_what_it_was_not_fitted_to_and_knows_nothing_of_shuffled_rating
         truth[~of], seen.states[~of] @ np.linalg.qr(np.random.default_rng(9).normal(size=(64, 8)))[0][:, 0]
     )
     assert head.auroc(truth[~of], predicted) > best - 0.1
-    assert head.shuffled(rated, truth[of]) == pytest.approx(0.5, abs=0.06)
+    assert head.shuffled(rated, truth[of], repeats=20) == pytest.approx(0.5, abs=0.06)
     assert head.left_out(rated, truth[of]) > 0.6
 
 
@@ -79,15 +77,11 @@ def test_what_it_says_of_a_session_holds_as_often_as_it_says():
     assert (deviations < 0.5).all()
 
 
-def test_the_same_ratings_give_the_same_bits_also_from_what_was_stored():
-    rated, ratings = played(40, 5)
-    first, again = head.fit(rated, ratings), head.fit(rated, ratings)
-    stored = head.load(json.loads(json.dumps(first.dump())))
-    others, _ = played(50, 6)
-    for one in (again, stored):
-        assert [array.tobytes() for array in one.predict(others)] == [
-            array.tobytes() for array in first.predict(others)
-        ]
+def test_the_same_ratings_give_the_same_bits():
+    """So a trainer that starts again needs no stored head."""
+    (rated, ratings), (others, _) = played(40, 5), played(50, 6)
+    first, again = (head.fit(rated, ratings).predict(others) for _ in range(2))
+    assert [array.tobytes() for array in first] == [array.tobytes() for array in again]
 
 
 def test_a_signal_that_is_not_known_or_never_varies_changes_nothing():
