@@ -191,10 +191,23 @@ def test_a_session_with_a_bad_line_is_not_stored_in_part(runs_format, database, 
     assert report["sessions"] == 1
 
 
-@pytest.mark.parametrize("is_null", [False, True])
-def test_a_flat_tool_of_responses_is_the_same_as_one_of_chat_completions(is_null, database, tmp_path, model):
-    flat = {"type": "function", **TOOLS[0]["function"]} | ({"function": None} if is_null else {})
-    run_import(tmp_path, model, [{"messages": CONVERSATION, "tools": [flat]}], "openai")
+FLAT = {"type": "function", **TOOLS[0]["function"]}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        FLAT,
+        FLAT | {"function": None},
+        {"type": "function", "function": FLAT},
+        {"function": FLAT | {"function": None}},
+        {"type": "function", "function": TOOLS[0]},
+        {"type": "function", "function": {"type": "function", "function": FLAT}},
+    ],
+    ids=["flat", "an empty function", "flat in a function", "neither", "nested twice", "flat in two functions"],
+)
+def test_a_flat_or_nested_tool_of_responses_is_the_same_as_one_of_chat_completions(tool, database, tmp_path, model):
+    run_import(tmp_path, model, [{"messages": CONVERSATION, "tools": [tool]}], "openai")
     (record,) = records(database)
     assert record.turns[0].tools == TOOLS
 

@@ -182,9 +182,11 @@ def _function(schema: Json) -> Json:
 
     Chat Completions has the function in a field of its own, Responses beside the type.
     """
-    function = schema.get("function") or {field: schema[field] for field in schema if field not in ("type", "function")}
     if schema.get("type") not in (None, "function"):
         raise BadLine(f"a tool is {_shown(schema)}, not a function")
+    function = schema.get("function") or {field: schema[field] for field in schema if field not in ("type", "function")}
+    while isinstance(function, dict) and function.get("type") == "function":  # nested twice, as some clients convert it
+        function = function.get("function") or {key: function[key] for key in function if key not in ("type", "function")}
     named = isinstance(function, dict) and isinstance(function.get("name"), str) and "input_schema" not in function
     found = function.get("parameters") if named else None
     parameters = {} if found == [] else value_of_json(found) if isinstance(found, str) else found
