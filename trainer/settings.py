@@ -16,7 +16,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from trainer.algorithms.loading import DEFAULT, ByName
 from trainer.batch.selection import SelectionRule
-from turnwise.types import Json, PolicyKind, Role
+from turnwise.types import TRAINED_ROLES, Json, PolicyKind, Role
 from turnwise.version_directory import weight_files
 
 RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6, 1e-5)}
@@ -62,7 +62,7 @@ class TrainerSettings(SelectionRule):
     others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
     stalled_policy: Literal["train", "drop"] = "train"
     """Train a stalled group without its missing sessions, or drop it."""
-    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT, Role.SUMMARY])
+    train_roles: list[Role] = Field(default=[role for role in Role if role in TRAINED_ROLES])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 
     # When training waits

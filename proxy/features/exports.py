@@ -72,9 +72,7 @@ async def list_experiences(
     gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
     reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
     merge: Literal["turn", "chain"] = "turn",
-    role: Annotated[
-        list[Role] | None, Query(description="Roles that are trained; by default main, sub_agent and summary.")
-    ] = None,
+    role: Annotated[list[Role] | None, Query(description="Roles that are trained; by default a trainer's.")] = None,
 ) -> StreamingResponse:
     """Return the experiences to train as JSON Lines, with the sessions' credit policy or, as a dry run, another one.
 
