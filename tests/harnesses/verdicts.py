@@ -8,7 +8,7 @@ import datetime
 import fcntl
 import json
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,9 @@ class Verdicts:
             file.write(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
 
-def present_commit() -> str:
+def present_commit(depends_on: Sequence[str] = PLAYED) -> str:
     commit = _git("rev-parse", "--short=10", "HEAD")
-    return f"{commit}-changed" if _git("status", "--porcelain", "--", *PLAYED) else commit
+    return f"{commit}-changed" if _git("status", "--porcelain", "--", *depends_on) else commit
 
 
 def _git(*arguments: str) -> str:
