@@ -20,6 +20,7 @@ from harnesses.install import InstallFailed, install
 from harnesses.page import page
 from harnesses.play import SAMPLES, Verdict, examine, examine_sampling
 from harnesses.proxy_process import ProxyProcess
+from harnesses.recording import Recordings, play_to_record
 from harnesses.registry import HARNESSES, SHORTENING
 from harnesses.run import Stage
 from harnesses.shortening import ShorteningHarness, examine_shortening
@@ -43,7 +44,7 @@ def main() -> int:
     if wanted.install_only:
         return _install(chosen, scratch)
     verdicts = Verdicts(wanted.verdicts, present_commit())
-    if not (wanted.resume or wanted.names or wanted.sampling):
+    if not (wanted.resume or wanted.names or wanted.sampling or wanted.record):
         verdicts.clear()
     left = [harness for harness in chosen if not (wanted.resume and verdicts.has(harness))]
     deadline = time.monotonic() + 60 * wanted.minutes
@@ -54,6 +55,9 @@ def main() -> int:
     ):
         while left and time.monotonic() < deadline:
             harness = left.pop(0)
+            if wanted.record:
+                _record(harness, scratch, proxy, engine)
+                continue
             verdict = _examine(harness, scratch, proxy, engine, only_sampling=wanted.sampling)
             if wanted.sampling:
                 verdicts.amend(harness, {name: cell for name, cell in verdict.cells.items() if name == SAMPLES})
@@ -64,7 +68,8 @@ def main() -> int:
                 f"  {verdict.num_taken} of {verdict.num_ordinary} ordinary calls are taken for compaction\n"
             )
             sys.stdout.flush()
-    wanted.page.write_text(page(verdicts.read()))
+    if not wanted.record:
+        wanted.page.write_text(page(verdicts.read()))
     if left:
         sys.stdout.write(f"{len(left)} agents are left: {', '.join(each.name for each in left)}; use --resume\n")
     return 1 if left else 0
@@ -77,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=["vllm", "fake"], default="vllm", help="what they are played against")
     parser.add_argument("--install-only", action="store_true", help="play nothing")
     parser.add_argument("--sampling", action="store_true", help="renew only the column `samples with` of played agents")
+    parser.add_argument("--record", action="store_true", help="only record their calls, for tests/contract")
     parser.add_argument("--resume", action="store_true", help="keep the verdicts that were made on this commit")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further agent after this time")
     parser.add_argument("--verdicts", type=Path, default=FILE, help="the file of verdicts to read and write")
@@ -101,6 +107,18 @@ def _engine(kind: str, scratch: Path, temporary: Path) -> Iterator[ScriptedEngin
     else:
         with running_fake_engine(Script(model=MODEL, max_model_len=CONTEXT_TOKENS)) as fake:
             yield FakeEngine(fake)
+
+
+def _record(harness: Harness, scratch: Path, proxy: ProxyProcess, engine: ScriptedEngine) -> None:
+    try:
+        stage = Stage(harness, install(harness, scratch), proxy, engine, time.monotonic() + AGENT_SECONDS)
+        calls = play_to_record(stage)
+    except Exception as error:  # noqa: BLE001  one agent must not end the others' recordings
+        sys.stdout.write(f"{harness.name}: not recorded: {type(error).__name__}: {error}\n")
+        return
+    Recordings().add(harness.name, calls)
+    sys.stdout.write(f"{harness.name}: {len(calls)} calls\n")
+    sys.stdout.flush()
 
 
 def _examine(

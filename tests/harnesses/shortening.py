@@ -19,7 +19,7 @@ COLUMNS = {
     "sessions": "the number of sessions without a session in the base URL",
     "summary": "role and reason of the calls that ask for a summary; – if it asks for none",
     "continued": "of how many of its summaries in one session a later context says that it goes on from them "
-    "(`continues_summary`), so that they are trained",
+    "(`continues_summary`), so that they are trained; after its last call no context can",
     "beside": "role and reason of its other calls, such as sub-agents",
     "chains": "the chains of its own conversation, and how many of their turns are exact; the first turn after a cut "
     "contains replies whose tokens are not used again",
@@ -126,7 +126,10 @@ def _is_summary(turn: Json) -> bool:
 def _continued(attempt: Attempt) -> str:
     of_summaries = [turn for turn in attempt.turns if turn["role"] == "summary"]
     trained = [turn for turn in of_summaries if turn["continued_by"] and turn["summary_left_out"] is None]
-    return f"{len(trained)} of {len(of_summaries)}" if of_summaries else NONE
+    last = max((turn["seq"] for turn in own_turns(attempt.turns) if turn not in of_summaries), default=0)
+    num_after = sum(turn["seq"] > last for turn in of_summaries)
+    told = f"{len(trained)} of {len(of_summaries)}" if of_summaries else NONE
+    return f"{told}, {num_after} after its last call" if num_after else told
 
 
 def _role(turn: Json) -> str:
