@@ -184,15 +184,19 @@ def _function(schema: Json) -> Json:
     """
     if schema.get("type") not in (None, "function"):
         raise BadLine(f"a tool is {_shown(schema)}, not a function")
-    function = schema.get("function") or {field: schema[field] for field in schema if field not in ("type", "function")}
+    function = _inner(schema)
     while isinstance(function, dict) and function.get("type") == "function":  # nested twice, as some clients convert it
-        function = function.get("function") or {key: function[key] for key in function if key not in ("type", "function")}
+        function = _inner(function)
     named = isinstance(function, dict) and isinstance(function.get("name"), str) and "input_schema" not in function
     found = function.get("parameters") if named else None
     parameters = {} if found == [] else value_of_json(found) if isinstance(found, str) else found
     if not named or not isinstance(parameters, dict | None):
         raise BadLine(f"a tool is {_shown(function)}, not a function with a name and parameters")
     return {**function} if parameters is found else {**function, "parameters": parameters}
+
+
+def _inner(schema: Json) -> Any:
+    return schema.get("function") or {field: schema[field] for field in schema if field not in ("type", "function")}
 
 
 def untrained_of(found: list[Any]) -> frozenset[int]:
