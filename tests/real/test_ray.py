@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
-        reason="Ray is not installed here: pip install 'turnwise[ray]' in an environment of its own",
+        reason="Ray is not installed here: pip install '.[ray]' in an environment of its own",
     ),
 ]
 

@@ -57,6 +57,10 @@ def test_links_between_pages_have_an_existing_target(page):
         assert not anchor or anchor in _anchors(path), f"{page.name} links to {target}#{anchor}"
 
 
+def test_no_page_installs_from_an_index_what_none_has():
+    assert [page.name for page in PAGES if re.search(r"pip install '?turnwise", page.read_text())] == []
+
+
 def _anchors(page: Path) -> set[str]:
     """Return the names by which GitHub links to the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
