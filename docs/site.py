@@ -1,13 +1,15 @@
 """Hooks of MkDocs for `make docs`: the site is made of the pages where they are, so that no text exists twice.
 
 README is its first page. A file outside of docs/ that a page links to is a page too: Markdown as it is, other files as
-code, and a directory without a README as a list.
+code, and a directory without a README as a list. Each version is built into its own directory beside those of others.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -79,6 +81,23 @@ def linked(text: str, path: Path) -> str:
         return f"]({posixpath.relpath(address(target), base or '.')}{found[2]})"
 
     return LINK.sub(replace, text)
+
+
+def on_config(config: Any) -> Any:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config.site_dir = str(Path(config.site_dir) / version)
+    return config
+
+
+def on_post_build(config: Any) -> None:
+    """List the versions that lie beside this one, among which the head of each page lets a reader choose."""
+    site = Path(config.site_dir).parent
+    built = [each.name for each in site.iterdir() if each.is_dir()]
+    newest_first = sorted(built, key=lambda name: [int(part) for part in name.split(".")], reverse=True)
+    listed = [{"version": each, "title": each, "aliases": []} for each in newest_first]
+    (site / "versions.json").write_text(json.dumps(listed), encoding="utf-8")
+    to_newest = f'<meta http-equiv="refresh" content="0; url={newest_first[0]}/index.html">'
+    (site / "index.html").write_text(to_newest, encoding="utf-8")
 
 
 def on_files(files: Any, config: Any) -> Any:

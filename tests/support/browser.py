@@ -73,6 +73,6 @@ def visit(browser: Any, proxy: RunningProxy, **options: Any) -> Iterator[Visit]:
     visiting = Visit(browser, proxy, **options)
     try:
         yield visiting
-        assert visiting.console == []
+        assert visiting.console == [], visiting.console
     finally:
         visiting.close()
