@@ -25,6 +25,7 @@ def test_a_vllm_outside_of_the_range_is_refused_with_what_to_install(version, mo
         patched.setitem(sys.modules, "vllm.version", types.SimpleNamespace(__version__=version))
         with pytest.raises(RuntimeError, match=re.escape(said)):
             engine_plugin.register.__wrapped__()
+    monkeypatch.setattr("importlib.util.find_spec", {"vllm": types.SimpleNamespace}.get)  # `make compat` has no vLLM
     monkeypatch.setattr(engine_command, "installed_version", {"vllm": version, "torch": "2.13.0"}.get)
     assert said in str(engine_command.packages_problem())
 
