@@ -149,7 +149,7 @@ docs: setup ## Bring the generated parts of docs/ up to date, check all links, a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'to read it, with its search: $(BIN)/python -m http.server --directory dist/site'
 
-screenshots: setup ## Make the pictures of the page in docs/images
+screenshots: setup ## Make the pictures of docs/images of a run of `make demo ARGS=--stay`: ARGS=LINK, as it prints the page's
 	cd tests && ../$(BIN)/python -m screenshots $(ARGS)
 
 compose-check: setup ## Bring docker-compose.yml up in containers, and down again; INSTALL=1 gets what lacks

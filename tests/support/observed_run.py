@@ -1,4 +1,4 @@
-"""A small run for pictures and tests: groups of sessions over a fake engine, and a few updates without a trainer.
+"""A small run for tests of the page: groups of sessions over a fake engine, and a few updates without a trainer.
 
 Rewards rise from update to update: in the last of eight, the tasks have 4, 3 and 3 of 4 sessions solved, and half of
 all sessions have 0.25 for being polite. The trainer's metrics are made up, everything else comes through the proxy.
