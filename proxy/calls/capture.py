@@ -71,7 +71,7 @@ class Running(Captured):
     body: BodyMemory | None = None
     """The memory of the request's body; None for a short one."""
     is_sent_again: bool = False
-    """Whether its engine has refused it once, and gets it a second time."""
+    """Whether an engine has refused or lost it, so that one gets it a second time."""
     answer: bytes | None = None
     """What was sent to the client; None for a call that failed."""
     num_tokens: int = 0

@@ -7,6 +7,7 @@ events that tell the client that it is complete, from the finishing chunk on, ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -17,8 +18,9 @@ from proxy.calls import capture
 from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.calls.retries import Retries
 from proxy.calls.steps import EVERY_CALL, Steps
+from proxy.dialects.base import Call
 from proxy.engines.engine import Lane
-from proxy.engines.http_client import Answer, AnswerTooLong, Disconnected
+from proxy.engines.http_client import Answer, AnswerTooLong, Broken, Disconnected, NotConnected
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.http import problems
@@ -55,6 +57,18 @@ STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled
 
 async def _send_nothing(_: bytes) -> None:
     """Stand for the client of a whole reply, which gets no part of it early."""
+
+
+def _cut_off(url: str, call: Call, error: Disconnected) -> EngineUnavailable:
+    if isinstance(error, AnswerTooLong):
+        return EngineReplyTooLong(
+            f"the engine at {url} was cut off: {error}; ask for fewer tokens or a smaller `top_logprobs`, or raise "
+            "`max_reply_bytes`"
+        )
+    problem = "ended its stream early; what was sampled until then is stored"
+    if not call.stream:
+        problem = "closed the connection before its reply was complete"
+    return EngineUnavailable(f"the engine at {url} {problem}, retry")
 
 
 class Relay:
@@ -162,28 +176,46 @@ class Relay:
         call, place = running.call, running.place
         await self._sessions.plan(place, call)
         lane = running.lane = await self._pool.admit(place.session, call.policy_version, has_waited=running.has_waited)
-        running.version_first = running.version_last = lane.sampled_version
-        self._faults.point("before_engine")
-        with await self._send(running, lane) as answer:
+        raw: bytes | None = None
+        while raw is None:
+            running.version_first = running.version_last = lane.sampled_version
+            self._faults.point("before_engine")
             try:
-                if call.stream:
-                    return await self._relay_events(answer, running, lane, send)
-                raw = await answer.read(self._max_reply_bytes)
-            except AnswerTooLong as error:
-                raise EngineReplyTooLong(
-                    f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens or a smaller "
-                    "`top_logprobs`, or raise `max_reply_bytes`"
-                ) from error
-            except Disconnected as error:
-                problem = "ended its stream early; what was sampled until then is stored"
-                if not call.stream:
-                    problem = "closed the connection before its reply was complete"
-                raise EngineUnavailable(f"the engine at {lane.engine.url} {problem}, retry") from error
+                with await self._send(running, lane) as answer:
+                    if call.stream:
+                        return await self._relay_events(answer, running, lane, send)
+                    raw = await answer.read(self._max_reply_bytes)
+            except (Disconnected, EngineUnavailable) as error:
+                lane = await self._moved(running, lane, error)
         running.version_last = lane.sampled_version
         (shown,) = lane.read_reply([raw], running, call, place)
         if not running.choices:
             raise EngineUnavailable(f"the engine at {lane.engine.url} answered without a choice; retry")
         return shown
+
+    async def _moved(self, running: Running, lost: Lane, error: Disconnected | EngineUnavailable) -> Lane:
+        """Return the lane of another engine, which samples a call anew: nothing of its reply was kept or sent.
+
+        Its engine took no connection, or was the first to break it off: a call that ends its engine must not end all.
+
+        Raises:
+            EngineUnavailable: there is no other, or the reply has begun, is too long, or did not come in time.
+        """
+        cause, has_begun = error.__cause__ or error, running.has_sent or running.choices
+        is_lost = isinstance(cause, NotConnected) and not cause.is_local
+        if (is_lost or (isinstance(cause, Broken) and not running.is_sent_again)) and not has_begun:
+            avoided, has_waited = lost.engine if lost.engine.is_serving else None, running.has_waited
+            call, session = running.call, running.place.session
+            with contextlib.suppress(EngineUnavailable):
+                lane = await self._pool.admit(session, call.policy_version, has_waited=has_waited, avoided=avoided)
+                self._pool.release(lost)
+                running.lane, running.is_sent_again, running.has_waited = lane, True, True
+                call.encode_with(call.make_encoder)
+                self._metrics.retries.labels("engine").inc()
+                return lane
+        if isinstance(error, EngineUnavailable):
+            raise error
+        raise _cut_off(lost.engine.url, running.call, error) from error
 
     async def _send(self, running: Running, lane: Lane) -> Answer:
         """Send a call to its engine; if that refuses it, once more as a new chain or with its adapter loaded again."""

@@ -12,7 +12,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -171,9 +171,6 @@ class Engine:
         """When its last draining began, on the monotonic clock."""
         self.num_started = 0
         """Calls of this process that it was given since the process began."""
-        self.wait_for_any: Callable[[], Awaitable[bool]] | None = None
-        """Waits while no engine serves; returns whether one does. A call waits only for its own engine: while others
-        serve, it fails at once and can be retried there."""
         self.observe_head: Callable[[float], None] | None = None
         """Called with the seconds from each call's request to the head of its answer."""
         self._failed_checks = 0
@@ -228,12 +225,6 @@ class Engine:
     @property
     def is_serving(self) -> bool:
         return self.state in SERVING
-
-    async def _wait_for_return(self, error: NotConnected) -> bool:
-        """Take the engine out, because it took no connection, and wait; return whether it is back."""
-        if self.is_serving:
-            self.take_out(error)
-        return self.wait_for_any is not None and await self.wait_for_any() and self.is_serving
 
     async def close(self) -> None:
         await self._http.close()
@@ -385,7 +376,7 @@ class Engine:
     async def sample(self, call: Call, place: CallPlace, model: str, headers: dict[str, str]) -> Answer:
         """Send a call to a served model, so that its reply has all that capture needs.
 
-        The caller reads the answer in a `with` block.
+        The caller reads the answer in a `with` block. An engine that takes no connection is taken out.
 
         Raises:
             EngineUnavailable: no connection, or one that broke before the answer's head.
@@ -403,18 +394,15 @@ class Engine:
             headers = {**headers, "traceparent": traceparent}
         raw, started = dumps(body), time.perf_counter()
         try:
-            try:
-                answer = await self._http.request("POST", path, raw, headers)
-            except NotConnected as error:
-                if error.is_local or not await self._wait_for_return(error):
-                    raise
-                answer = await self._http.request("POST", path, raw, headers)
+            answer = await self._http.request("POST", path, raw, headers)
             if self.observe_head is not None:
                 self.observe_head(time.perf_counter() - started)
             if answer.status >= 400:
                 with answer:
                     raise EngineRefused(answer.status, await answer.read())
         except Disconnected as error:
+            if self.is_serving and isinstance(error, NotConnected) and not error.is_local:
+                self.take_out(error)
             raise self._unavailable(error) from error
         return answer
 

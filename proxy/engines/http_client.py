@@ -59,6 +59,10 @@ class Disconnected(Exception):
     """The connection failed, broke, or was silent for too long before the answer was complete."""
 
 
+class Broken(Disconnected):
+    """The connection was open and broke, as when the server is killed: it answers nothing more."""
+
+
 class AnswerTooLong(Disconnected):
     """The server sent more than the client reads."""
 
@@ -328,7 +332,7 @@ class HttpClient:
 
     def abort_requests(self, reason: str) -> None:
         for answer in list(self.running):
-            answer.fail(Disconnected(reason))
+            answer.fail(Broken(reason))
 
 
 _opening: contextvars.ContextVar[Answer] = contextvars.ContextVar("_opening")
@@ -356,7 +360,5 @@ def _may_be_stale(answer: Answer, error: Exception) -> bool:
     return isinstance(error, aiohttp.ClientOSError) and not isinstance(error, aiohttp.ClientConnectorError)
 
 
-def _broken(error: Exception) -> Disconnected:
-    if isinstance(error, aiohttp.ClientOSError):
-        return Disconnected(str(error))
-    return Disconnected("the server closed the connection")
+def _broken(error: Exception) -> Broken:
+    return Broken(str(error) if isinstance(error, aiohttp.ClientOSError) else "the server closed the connection")

@@ -18,16 +18,17 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from proxy.engines.engine import Engine, EngineState, Lane
-from proxy.engines.http_client import Access
+from proxy.engines.http_client import Access, Broken, NotConnected
 from proxy.metrics import Metrics
 from turnwise.errors import Conflict, EngineUnavailable
 from turnwise.store import policies, serving
 from turnwise.store.database import Connection, Database
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyStatus, PolicyVersion, Session
 
+Asked = TypeVar("Asked")
 DRAIN_POLL_SECONDS = 0.2
 OWN_MODEL = PolicyVersion(version=0, path="")
 """What a policy without versions samples with."""
@@ -90,7 +91,6 @@ class EnginePool:
         engine, metrics = Engine(url, **self._options), self._metrics
         engine.on_change = functools.partial(self._note_change, engine)
         metrics.engine_up.labels(engine.url).set(0)
-        engine.wait_for_any = self.wait_for_first
         engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
         metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
         self.engines = [*self.engines, engine]
@@ -164,24 +164,34 @@ class EnginePool:
                 code="policy_archived",
             )
 
-    def route(self, key: str) -> Engine:
-        """Return the serving engine of a key, such as an API key's id.
+    async def ask(self, key: str, question: Callable[[Engine], Awaitable[Asked]]) -> Asked:
+        """Ask the serving engine of a key, such as an API key's id, and another one where that is lost.
 
         Raises:
-            EngineUnavailable: when none serves.
+            EngineUnavailable: none serves, or none answers.
+            EngineRefused: it answers an error status.
         """
-        return self._choose(key, self.serving)
+        engines = self.serving
+        while True:
+            engine = self._choose(key, engines)
+            try:
+                return await question(engine)
+            except EngineUnavailable as error:
+                engines = [each for each in engines if each is not engine]
+                if not engines or not isinstance(error.__cause__, NotConnected | Broken):
+                    raise
 
     def version_on(self, engine: Engine) -> int:
         """Return the version that the default policy's calls sample with on an engine."""
         return engine.lane_of(self.state(DEFAULT_POLICY).active or OWN_MODEL).version
 
-    def lane(self, session: Session, wanted: PolicyVersion | None = None) -> Lane:
+    def lane(self, session: Session, wanted: PolicyVersion | None = None, *, avoided: Engine | None = None) -> Lane:
         """Return what the session's calls sample with now; its engine may not have that adapter yet.
 
         Args:
             session: the calls' session.
             wanted: the version that a call asks for; None for the one that is served to its session.
+            avoided: an engine that it must not be.
 
         Raises:
             EngineUnavailable: when no engine serves.
@@ -193,7 +203,7 @@ class EnginePool:
         served = state.served or OWN_MODEL
         chosen = wanted or (None if session.arm is None else state.of_session(session))
         version = chosen or served
-        engines = self._not_draining
+        engines = [engine for engine in self._not_draining if engine is not avoided] if avoided else self._not_draining
         if version.kind is PolicyKind.LORA:
             fit = [engine for engine in engines if not engine.base_lane.version]
         elif chosen:
@@ -248,7 +258,14 @@ class EnginePool:
     def _is_one_expected(self) -> bool:
         return self.expects_more or any(engine.state is EngineState.ABSENT for engine in self.engines)
 
-    async def admit(self, session: Session, version: PolicyVersion | None = None, *, has_waited: bool = False) -> Lane:
+    async def admit(
+        self,
+        session: Session,
+        version: PolicyVersion | None = None,
+        *,
+        has_waited: bool = False,
+        avoided: Engine | None = None,
+    ) -> Lane:
         """Wait for an engine, and return the lane that the call takes.
 
         The caller gives the lane to `release` exactly once.
@@ -257,6 +274,7 @@ class EnginePool:
             session: the call's session.
             version: the version that the call asks for; None for the one that is served to its session's policy.
             has_waited: whether the call has waited for an engine already, so that it waits no longer.
+            avoided: the engine that has lost the call, which waits for no other.
 
         Raises:
             Conflict: no engine has the whole weights that the call asks for, or the policy is archived.
@@ -272,7 +290,7 @@ class EnginePool:
             if is_trying or session.arm is not None or self._num_noted < num_notes:
                 await self.refresh()
                 self._num_noted = max(self._num_noted, num_notes)
-            lane = await self._wait_for_lane(session, version, may_wait=not has_waited)
+            lane = await self._wait_for_lane(session, version, not has_waited and avoided is None, avoided)
         except BaseException:
             self._in_flight -= 1
             raise
@@ -308,11 +326,13 @@ class EnginePool:
         lane.adapter = (await self._loaded(lane)).adapter
         lane.engine.adapters[lane.version] = lane  # which counts the calls that run
 
-    async def _wait_for_lane(self, session: Session, wanted: PolicyVersion | None, *, may_wait: bool) -> Lane:
+    async def _wait_for_lane(
+        self, session: Session, wanted: PolicyVersion | None, may_wait: bool, avoided: Engine | None
+    ) -> Lane:
         """Return the session's lane once its engine takes calls; a reload has a deadline of its own."""
         while True:
             try:
-                lane = self.lane(session, wanted)
+                lane = self.lane(session, wanted, avoided=avoided)
             except EngineUnavailable:
                 if not (may_wait and await self.wait_for_first()):
                     raise

@@ -53,13 +53,13 @@ async def continued_length(sessions: Sessions, call: Call, principal: Principal)
 
 async def rendered_length(services: Services, call: Call, principal: Principal) -> int:
     """Return the number of tokens of a call's messages, whose media were read, as an engine renders them."""
-    engine = services.pool.route(principal.key_id)
     rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
     messages = call.messages if call.media is None else call.media.messages(call)
-    rendered |= {"messages": messages, "model": engine.model}
+    rendered |= {"messages": messages}
     if arguments := template_arguments(call.body):
         rendered["chat_template_kwargs"] = arguments
-    return len(await engine.tokenise(rendered))
+    ids = await services.pool.ask(principal.key_id, lambda engine: engine.tokenise(rendered | {"model": engine.model}))
+    return len(ids)
 
 
 async def take_media(services: Services, call: Call) -> None:

@@ -40,7 +40,7 @@ class ModelsEndpoint(Endpoint):
             principal = await self._caller(dialect.normalise_headers(headers, query_of(scope)))
             if name is not None:
                 services.models.check(principal.tenant, name)
-            answer = await services.pool.route(principal.key_id).ask("GET", "/v1/models")
+            answer = await services.pool.ask(principal.key_id, lambda engine: engine.ask("GET", "/v1/models"))
         models = services.models.listed(answer["data"])
         if name is None:
             shown = dialect.encode_models(models)

@@ -71,6 +71,7 @@ class Delivery(Response):
             self._reset(abort)
             return
         await send(self._start())
+        self._call.versions = [self._state.weight_version] * 2
         for index, part in enumerate(self._paced_parts()):
             if self._fault and kind in _CUTS and index >= self._fault.after_chunks:
                 await self._break(abort)
@@ -78,6 +79,7 @@ class Delivery(Response):
             if self._pace_seconds:
                 await asyncio.sleep(self._pace_seconds)
                 await self._state.running.wait()
+            self._call.versions[-1] = self._state.weight_version
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         self._call.outcome = "faulted" if self._fault else "finished"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ class SeenCall:
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     """The sampled token ids of each choice."""
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+    versions: list[str] = dataclasses.field(default_factory=list)
+    """The labels of the weights at its first token and at its last one."""
+    at: float = dataclasses.field(default_factory=time.monotonic)
+    """When it arrived, on the monotonic clock."""
 
 
 class EngineState:

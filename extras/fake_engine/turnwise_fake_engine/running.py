@@ -29,6 +29,19 @@ class RunningFakeEngine:
     url: str
     """Its base URL, without `/v1`."""
     state: EngineState
+    server: uvicorn.Server
+
+    def kill(self) -> None:
+        """Reset all of its connections and close its port, as `kill -9` of its process does."""
+
+        def end() -> None:
+            for listening in self.server.servers:
+                listening.close()
+            for each in list(self.server.server_state.connections):
+                each.transport.abort()
+            self.server.should_exit = self.server.force_exit = True
+
+        self.server.servers[0].get_loop().call_soon_threadsafe(end)
 
     @property
     def calls(self) -> list[SeenCall]:
@@ -53,6 +66,7 @@ def running_fake_engine(script: Script | None = None, *, port: int = 0) -> Itera
         TimeoutError: it does not start.
     """
     with tempfile.TemporaryDirectory(prefix="fake-engine-") as directory, socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(2048)
         state = EngineState(script or Script(), str(write_tokenizer(Path(directory))))
@@ -61,7 +75,7 @@ def running_fake_engine(script: Script | None = None, *, port: int = 0) -> Itera
         thread.start()
         try:
             _wait_started(server, thread)
-            yield RunningFakeEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", state)
+            yield RunningFakeEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", state, server)
         finally:
             server.should_exit = True
             thread.join(2 * STOP_SECONDS)

@@ -15,7 +15,7 @@ from support.conversations import new_chain
 from support.in_process import in_process_proxy
 from support.ports import free_port
 from support.waiting import WAIT_SECONDS
-from turnwise_fake_engine import Fault, FaultKind, running_fake_engine
+from turnwise_fake_engine import Fault, FaultKind
 from turnwise_fake_engine.tokens import write_tokenizer
 
 from proxy.dialects.chat import ChatCompletions
@@ -202,23 +202,6 @@ def test_user_and_password_of_an_engine_appear_in_no_address():
     assert "secret" not in engine.url + str(engine._unavailable(OSError("refused")))
 
 
-async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_the_engines_return():
-    """It takes the engine out at once, so that later calls wait too; no byte of the call was sent."""
-    port = free_port()
-    pool, _ = make_pool(WAIT_SECONDS, f"http://127.0.0.1:{port}")
-    engine = pool.engines[0]
-    engine.change(EngineState.READY)
-    call = asyncio.ensure_future(sent(engine))
-    while engine.is_serving:  # noqa: ASYNC110  the call changes it
-        await asyncio.sleep(0.01)
-    with running_fake_engine(port=port):
-        engine.change(EngineState.READY)
-        with await asyncio.wait_for(call, WAIT_SECONDS) as answer:
-            assert answer.status == 200
-            await answer.read()
-        await engine.close()
-
-
 async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_and_leaves_the_engine_serving():
     """The engine was taken out, and all calls waited for it."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
@@ -232,7 +215,7 @@ async def test_a_call_for_which_the_proxy_may_open_no_connection_fails_at_once_a
     server.close()
 
 
-async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_serves():
+async def test_a_call_that_finds_a_closed_port_takes_the_engine_out_at_once():
     metrics = Metrics()
     urls = [f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1"]
     pool = EnginePool(urls, metrics, NO_STORE, timeout_seconds=WAIT_SECONDS, wait_seconds=WAIT_SECONDS)
