@@ -36,6 +36,7 @@ from turnwise.errors import (
     FilesNotRead,
     ReloadFailed,
     SettingsError,
+    StoreError,
     TurnwiseError,
 )
 from turnwise.store import keys, versions
@@ -150,8 +151,8 @@ class Reloader:
             if is_driver:  # another process may have driven while the lease was awaited
                 await self._pool.refresh()
             if self._default.next_step() is not None:
-                for engine in self._pool.serving:  # another process may have loaded them
-                    await engine.read_label()
+                # Another process may have loaded them.
+                await asyncio.gather(*(engine.read_label() for engine in self._pool.serving))
             for policy_id, step in self._next_steps() if is_driver else ():
                 if not self._pool.serving:  # the step before has taken the last engine out
                     break
@@ -167,7 +168,12 @@ class Reloader:
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
-        outcomes = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
+        checks = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
+        lacking = [engine for engine, check in zip(engines, checks, strict=True) if check is True]
+        restored = iter(await self._restore(lacking) if lacking else [])
+        outcomes = [
+            check if isinstance(check, BaseException) else next(restored) if check else None for check in checks
+        ]
         for engine, outcome in zip(engines, outcomes, strict=True):
             if isinstance(outcome, EngineUnsuitable):
                 engine.change(EngineState.UNSUITABLE)
@@ -175,18 +181,41 @@ class Reloader:
                 engine.take_out(outcome)
             _note_problem(engine, outcome)
         for outcome in outcomes:
-            is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead | None)
-            if outcome is not None and (isinstance(outcome, EngineUnsuitable) or not is_expected):
+            is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead)
+            if isinstance(outcome, BaseException) and (isinstance(outcome, EngineUnsuitable) or not is_expected):
                 raise outcome
 
-    async def _check(self, engine: Engine) -> None:
+    async def _check(self, engine: Engine) -> bool:
+        """Check one engine; return whether it answers, and has to load the active version before it gets calls."""
         await engine.check_health()
         if engine.is_serving and await self._has_lost_weights(engine):
             engine.take_out("it was restarted, and has the weights that it started with")
         if not engine.is_serving:
-            await self._admit(engine)
-        elif engine.adapter_names:
+            return await self._admit(engine)
+        if engine.adapter_names:
             await self._unload_unused(engine)
+        return False
+
+    async def _restore(self, engines: list[Engine]) -> list[BaseException | None]:
+        """Load the active version into engines at the same time, and admit each; return what went wrong with it."""
+        outcomes: list[BaseException | None] = [None for _ in engines]
+        try:
+            async with self.lease.held() as is_driver:
+                if is_driver:
+                    loading = (self._load_and_open(engine) for engine in engines)
+                    outcomes = await asyncio.gather(*loading, return_exceptions=True)
+                for outcome in outcomes:
+                    if isinstance(outcome, FilesNotRead):
+                        raise outcome  # which keeps the lease
+        except StoreError as error:
+            return [error for _ in engines]
+        except FilesNotRead:
+            pass
+        return outcomes
+
+    async def _load_and_open(self, engine: Engine) -> None:
+        await self._loader.restore(engine, self._default.state.active or engine.own_model)
+        await self._open(engine)
 
     async def _unload_unused(self, engine: Engine) -> None:
         """Unload this database's adapters without calls, except those that sessions may sample with.
@@ -212,8 +241,8 @@ class Reloader:
         async with self.lease.held() as is_driver:  # otherwise another process may be exchanging the weights
             return is_driver and not await _has_version(engine)
 
-    async def _admit(self, engine: Engine) -> None:
-        """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
+    async def _admit(self, engine: Engine) -> bool:
+        """Route calls to an engine that has appeared; return whether it has to load the active version first."""
         self._loader.appeared(engine)
         await engine.fetch_models()
         await engine.read_label()
@@ -223,16 +252,23 @@ class Reloader:
         if active is not None and active.kind is PolicyKind.LORA:
             await self._loader.adopt(engine, active)
         if not await self._memory.take_back(engine, active):
-            return
+            return False
         is_right = engine.loaded_version is not None and self._default.is_right(engine)
         if not is_right or await engine.is_paused():
-            async with self.lease.held() as is_driver:
-                if not is_driver:
-                    return
-                await self._loader.restore(engine, active or engine.own_model)
-        async with self._check_lock:  # the chat template is found once, with the first engine
+            return True
+        await self._open(engine)
+        return False
+
+    async def _open(self, engine: Engine) -> None:
+        """Check an engine, the first one alone: the chat template is found with it, and others are compared with it."""
+        async with self._check_lock:
+            is_first = not self._pool.serving
+            if is_first:
+                await self._check_engine(engine)
+                engine.change(EngineState.READY)
+        if not is_first:
             await self._check_engine(engine)
-        engine.change(EngineState.READY)
+            engine.change(EngineState.READY)
         version = self._pool.version_on(engine)
         self._metrics.policy_version.set(version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)

@@ -35,6 +35,8 @@ from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
 
 log = logging.getLogger(__name__)
 
+MOST_AT_ONCE = 64
+"""Engines that load weights at the same time: what they read them from has a limit too."""
 NUM_PROBED = 16
 PROBED_TEXT = [{"role": "user", "content": "Name a river, a hill, two colours and the numbers from one to eight. " * 2}]
 """What is computed with and without an adapter that somebody brought: it has no probe of a trainer's."""
@@ -152,6 +154,7 @@ class Loader:
         self.files = files
         self.database_id = ""
         """The database's own id, which is in the names of its adapters; the reloader reads it at the start."""
+        self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
         self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
         self._at_base: dict[str, Gap] = {}
         """How far each engine was from the trainer at version 0, by URL."""
@@ -184,13 +187,14 @@ class Loader:
         """
         if target.kind is PolicyKind.LORA and engine.has_own_model:
             return await self.load(engine, target)
-        source = await self.bring(engine, target)
-        with engine.reloading():
-            try:
-                return await self.load(engine, target, source)
-            except (EngineError, FilesNotRead) as error:
-                await self._restore_last_good(engine, last_good, error)
-                raise
+        async with self._at_once:
+            source = await self.bring(engine, target)
+            with engine.reloading():
+                try:
+                    return await self.load(engine, target, source)
+                except (EngineError, FilesNotRead) as error:
+                    await self._restore_last_good(engine, last_good, error)
+                    raise
 
     async def bring(self, engine: Engine, version: PolicyVersion) -> Source | None:  # noqa: ARG002
         """Bring whole weights to an engine while it serves calls as before; None leaves it to read their directory.
@@ -211,9 +215,10 @@ class Loader:
             EngineError, BadCheckpoint: it is not loaded.
             FilesNotRead: its files are being read; call again.
         """
-        await self.check(version, engine)
-        await self.load(engine, version, await self.bring(engine, version))
-        await engine.resume()
+        async with self._at_once:
+            await self.check(version, engine)
+            await self.load(engine, version, await self.bring(engine, version))
+            await engine.resume()
 
     async def load(self, engine: Engine, version: PolicyVersion, source: Source | None = None) -> float:
         """Load a version, which was brought to the engine or which it reads; return how long it was paused, seconds.

@@ -12,11 +12,13 @@ import pytest
 from pydantic import ValidationError
 from support.in_process import served
 from support.migrated import migrated
-from support.waiting import wait_until
+from support.tiny_checkpoints import write_weights
+from support.waiting import WAIT_SECONDS, wait_until
 from turnwise_fake_engine import running_fake_engine
 from turnwise_fake_engine.script import Reply, Rule, Script
 
 from proxy import features
+from proxy.engines.engine import Engine
 from proxy.features.discovery import fleet
 from proxy.features.discovery.sources import reader
 from turnwise.errors import SettingsError
@@ -68,6 +70,14 @@ def wait_ready(http, *expected):
         lambda: {url for url, each in reports(http).items() if each["ready"]} == urls,
         f"{urls} serve",
     )
+
+
+def publish(http, path, version):
+    http.post("/v1/policies", json={"path": str(path), "version": version}).raise_for_status()
+
+
+def served_versions(http):
+    return {each["policy_version"] for each in http.get("/readyz").json()["engines"] if each["ready"]}
 
 
 def metric(http, name):
@@ -177,6 +187,47 @@ def test_calls_wait_for_the_first_engine_of_a_source_that_names_none_yet(named, 
         wait_until(lambda: metric(http, "turnwise_engine_source_failures_total") > 2, "the source was read")
         named(one)
         assert reply.result().status_code == 200
+
+
+def test_weights_are_loaded_into_all_engines_at_the_same_time_when_they_join_and_when_a_version_comes(
+    named, tmp_path, monkeypatch
+):
+    """Each load waits for those of all others; a new version is loaded into one engine alone before."""
+    loading, labels, together = [], set(), [1]
+
+    async def load(self, path, *, seconds):
+        loading.append(self.url)
+        while len(loading) not in {1, *together}:  # noqa: ASYNC110  a deadline ends the wait
+            await asyncio.sleep(0.01)
+        await load_weights(self, path, seconds=seconds)
+
+    async def read(self):
+        labels.add(self.url)
+        while len(labels) not in together:  # noqa: ASYNC110  the same
+            await asyncio.sleep(0.01)
+        await read_label(self)
+
+    with engines(5) as (first, *others):
+        named(first)
+        with proxy_of(f"file://{named.path}", tmp_path, monkeypatch, reload_timeout_seconds=WAIT_SECONDS) as http:
+            wait_ready(http, first)
+            load_weights, read_label = Engine.load_weights, Engine.read_label
+            monkeypatch.setattr(Engine, "load_weights", load)
+            publish(http, write_weights(tmp_path / "v1"), 1)
+            wait_until(lambda: served_versions(http) == {1}, "version 1 is served")
+            loading.clear()
+            together[:] = [4, 5]
+            loading.append("nobody is first where a version is served already")
+            named(first, *others)
+            wait_ready(http, first, *others)
+            assert {each.state.reloads[-1] for each in (first, *others)} == {str(tmp_path / "v1")}
+
+            loading.clear()
+            together[:] = [5]
+            monkeypatch.setattr(Engine, "read_label", read)
+            publish(http, write_weights(tmp_path / "v2"), 2)
+            wait_until(lambda: served_versions(http) == {2}, "version 2 is served")
+            assert len(set(loading)) == 5
 
 
 def test_dns_names_all_addresses_of_a_host(monkeypatch):

@@ -5,6 +5,7 @@ Control routes change state that a test can read. A bad path is rejected as in v
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -207,6 +208,7 @@ async def collective_rpc(state: EngineState, request: Request) -> Response:
     path = (body.get("kwargs") or {}).get("weights_path") or state.weights_path
     if not has_weights(Path(path)) and path != state.model_path:
         return _failed_call("collective_rpc", f"Cannot find any model weights with `{path}`")
+    await asyncio.sleep(state.script.load_seconds)
     state.weights_path = path
     state.reloads.append(path)
     return reply_json({"results": [None]})

@@ -114,6 +114,8 @@ class Script(_Strict):
     faults: list[Fault] = pydantic.Field(default_factory=list)
     pace_seconds: float = 0.0
     """Delay before each token; 0 sends without delay."""
+    load_seconds: float = 0.0
+    """How long it takes to load weights from a directory."""
     tokens_per_chunk: int = pydantic.Field(default=1, ge=1)
     max_model_len: int = 32768
     enforces_strict_tools: bool = False
