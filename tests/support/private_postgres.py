@@ -51,7 +51,8 @@ def identity() -> dict[str, Any]:
 
 
 class PrivatePostgres:
-    def __init__(self) -> None:
+    def __init__(self, of: "PrivatePostgres | None" = None) -> None:
+        """Make an empty server, or the replica of one that runs."""
         self.directory = Path(tempfile.mkdtemp(prefix="turnwise-pg-", dir="/tmp"))
         self._identity = identity()
         if self._identity:
@@ -59,7 +60,11 @@ class PrivatePostgres:
         self._process: subprocess.Popen[bytes] | None = None
         self._num_databases = 0
         self._strategy = ""
-        self._run(binary("initdb"), "-D", self.directory / "data", "-U", "turnwise", "-A", "trust", "-E", "UTF8", "-N")
+        data = self.directory / "data"
+        if of is None:
+            self._run(binary("initdb"), "-D", data, "-U", "turnwise", "-A", "trust", "-E", "UTF8", "-N")
+        else:
+            self._run(binary("pg_basebackup"), "-h", of.directory, "-U", "turnwise", "-D", data, "-R", "-c", "fast")
 
     def start(self) -> None:
         command = [binary("postgres"), "-D", self.directory / "data", "-k", self.directory, "-c", "listen_addresses="]
@@ -82,8 +87,8 @@ class PrivatePostgres:
                 connection.close()
                 return
 
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+    def stop(self, number: signal.Signals = signal.SIGINT) -> None:
+        self._process.send_signal(number)
         self._process.wait(WAIT_SECONDS)
         self._process = None
 
@@ -101,12 +106,12 @@ class PrivatePostgres:
     def create_database(self, template: str = "template0") -> str:
         self._num_databases += 1
         name = f"turnwise_{self._num_databases}"
-        self._sql(f"CREATE DATABASE {name} TEMPLATE {template} {self._strategy}")
+        self.sql(f"CREATE DATABASE {name} TEMPLATE {template} {self._strategy}")
         return name
 
     def drop_database(self, name: str) -> None:
         with contextlib.suppress(psycopg.OperationalError):
-            self._sql(f"DROP DATABASE {name} WITH (FORCE)")
+            self.sql(f"DROP DATABASE {name} WITH (FORCE)")
 
     def url(self, name: str) -> str:
         return f"postgresql:///{name}?host={self.directory}&user=turnwise"
@@ -114,9 +119,10 @@ class PrivatePostgres:
     def _dsn(self, name: str) -> str:
         return f"host={self.directory} user=turnwise dbname={name}"
 
-    def _sql(self, statement: str) -> None:
+    def sql(self, statement: str) -> list[Any]:
         with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
-            connection.execute(statement.encode())
+            done = connection.execute(statement.encode())
+            return done.fetchall() if done.description else []
 
     def _run(self, *command: Any) -> None:
         done = subprocess.run(command, capture_output=True, check=False, cwd=self.directory, **self._identity)

@@ -455,6 +455,10 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
         connection = DeadlineConnection.connect(*args, **options)
         # The server's own limit is shorter: if the server works, its error leaves the connection usable.
         connection.answer_seconds = ANSWER_SECONDS + GRACE_SECONDS
+        own = connection.execute("SELECT pg_backend_pid()").fetchone()
+        if own != (connection.info.backend_pid,):
+            connection.prepare_threshold = None  # a pooler's: the next transaction may be at another server process
+        connection.rollback()
         return connection
 
     return engine
