@@ -201,7 +201,8 @@ class Relay:
         Raises:
             EngineUnavailable: there is no other, or the reply has begun, is too long, or did not come in time.
         """
-        cause, has_begun = error.__cause__ or error, running.has_sent or running.choices
+        cause = error if isinstance(error, Disconnected) else error.__cause__
+        has_begun = running.has_sent or running.choices
         is_lost = isinstance(cause, NotConnected) and not cause.is_local
         if (is_lost or (isinstance(cause, Broken) and not running.is_sent_again)) and not has_begun:
             avoided, has_waited = lost.engine if lost.engine.is_serving else None, running.has_waited

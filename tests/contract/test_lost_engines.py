@@ -61,21 +61,23 @@ def last_turns(http):
     return http.get("/v1/sessions/s/turns").json()["data"][1:]
 
 
-@pytest.mark.parametrize("is_sent", [True, False])
+@pytest.mark.parametrize("when", ["before it is sent", "in the queue", "after the head of the answer"])
 @pytest.mark.parametrize(
     ("path", "stream"),
     [(CHAT, False), (CHAT, True), ("/sessions/s/v1/messages", True), ("/sessions/s/v1/responses", True)],
 )
-def test_a_call_whose_engine_is_killed_is_sampled_anew_by_another_and_stored_once(tmp_path, path, stream, is_sent):
-    """Killed while the call waits in the engine's queue, or just before it is sent."""
+def test_a_call_whose_engine_is_killed_is_sampled_anew_by_another_and_stored_once(tmp_path, path, stream, when):
     body = BODY | {"stream": stream} | ({"input": TEXT} if "responses" in path else {})
     with fleet(tmp_path, 3) as (http, (lost, *others)), ThreadPoolExecutor(1) as pool:
-        lost.state.running.clear()
-        if not is_sent:
+        lost.answer(Rule(contains=TEXT, reply=Reply(text="never sent", pace_seconds=3600.0)))
+        if when == "in the queue":
+            lost.state.running.clear()
+        if when == "before it is sent":
             lost.kill()
         reply = pool.submit(http.post, path, json=body)
-        if is_sent:
+        if when != "before it is sent":
             wait_until(lambda: asked_of(lost), "the engine has the call")
+            wait_until(lambda: "head" not in when or asked_of(lost)[0].versions, "it has sent the head")
             lost.kill()
         assert reply.result().status_code == 200
         (turn,) = last_turns(http)
@@ -84,7 +86,7 @@ def test_a_call_whose_engine_is_killed_is_sampled_anew_by_another_and_stored_onc
         assert reply.result().text.count(call.reply_id.partition("-")[2]) >= 1
         assert reply.result().text.count("event: message_start") == ("messages" in path)
         assert moved(http) == 1
-        assert lost.url not in ready(http) or is_sent
+        assert (lost.url in ready(http)) == (when != "before it is sent")
 
 
 def test_a_stream_that_has_begun_is_not_begun_again(tmp_path):

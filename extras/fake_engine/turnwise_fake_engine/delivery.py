@@ -71,7 +71,7 @@ class Delivery(Response):
             self._reset(abort)
             return
         await send(self._start())
-        self._call.versions = [self._state.weight_version] * 2
+        self._call.versions = [self._state.weight_version]
         for index, part in enumerate(self._paced_parts()):
             if self._fault and kind in _CUTS and index >= self._fault.after_chunks:
                 await self._break(abort)
@@ -79,7 +79,10 @@ class Delivery(Response):
             if self._pace_seconds:
                 await asyncio.sleep(self._pace_seconds)
                 await self._state.running.wait()
-            self._call.versions[-1] = self._state.weight_version
+            label = self._state.weight_version
+            # The first part of a stream has no token.
+            begins = self._streamed and index <= 1
+            self._call.versions = [label if begins else self._call.versions[0], label]
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         self._call.outcome = "faulted" if self._fault else "finished"
