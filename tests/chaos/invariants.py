@@ -8,6 +8,7 @@ from chaos.agents import CompleteReply, Crowd, Observed
 from chaos.world import World
 from support.proxies import RunningProxy
 from turnwise_fake_engine import RunningFakeEngine
+from turnwise_fake_engine.ledger import SeenCall
 
 from turnwise.store import schema, turns, updates
 from turnwise.store.database import Database
@@ -139,14 +140,15 @@ def _not_numbered(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
 
 def _not_what_was_sampled(engines: Iterable[RunningFakeEngine], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
     """A stored turn holds the tokens that an engine sampled for it, or their beginning."""
-    sampled = {call.reply_id: call for engine in engines for call in engine.calls if call.token_ids}
+    sampled = by_reply(engines)
     found = []
     for _, view in stored:
         kept = view.turn.token_ids.tolist()
         if not kept:
             continue
         name, _, index = view.turn.turn_id.partition("#")
-        call = sampled.get(name)
+        # The last of the engines that had the call: it was sampled anew where the one before was lost.
+        call = sampled[name][-1] if name in sampled else None
         whole = [] if call is None else call.token_ids[int(index or 0)]
         if call is None or kept != whole[: len(kept)]:
             found.append(f"turn {view.turn.turn_id} holds tokens that no engine sampled")
@@ -154,6 +156,30 @@ def _not_what_was_sampled(engines: Iterable[RunningFakeEngine], stored: Sequence
             found.append(f"turn {view.turn.turn_id} is finished and lacks tokens")
         elif view.prompt_token_ids.tolist() != call.prompt_token_ids:
             found.append(f"turn {view.turn.turn_id} has another prompt than the engine saw")
+    return found
+
+
+def by_reply(engines: Iterable[RunningFakeEngine]) -> dict[str, list[SeenCall]]:
+    """Return the calls whose reply engines had begun to send, by its id, in the order of their arrival."""
+    found = defaultdict(list)
+    for call in sorted(
+        (call for engine in engines for call in engine.calls if call.token_ids), key=lambda call: call.at
+    ):
+        found[call.reply_id].append(call)
+    return found
+
+
+def wrong_versions(engines: Iterable[RunningFakeEngine], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """A stored turn names a span of versions that has those of its first and last token on the engine."""
+    sampled, found = by_reply(engines), []
+    for _, view in stored:
+        turn = view.turn
+        if turn.outcome in TRAINABLE:
+            labels = sampled[turn.turn_id.partition("#")[0]][-1].versions
+            first, last = (int(label) if label.isdigit() else 0 for label in labels)
+            if not turn.policy_version_first <= first <= last <= turn.policy_version_last:
+                spans = f"{turn.policy_version_first} to {turn.policy_version_last}"
+                found.append(f"turn {turn.turn_id} has versions {spans}, its engine sampled with {labels}")
     return found
 
 

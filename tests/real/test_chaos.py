@@ -1,7 +1,8 @@
-"""A short storm on each database; `make chaos` runs longer."""
+"""A short storm on each database, and a small fleet that changes; `make chaos` runs longer."""
 
 import pytest
 from chaos import invariants
+from chaos.fleet import fleet, play
 from chaos.storm import Storm
 from chaos.world import world
 
@@ -17,3 +18,13 @@ def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind, seconds, tmp_p
         report = Storm(running, SEED, print).run(seconds)
     print(report.summary)
     assert not report.violations, invariants.shortened(report.violations)
+
+
+@pytest.mark.postgres
+def test_engines_and_hosts_that_come_and_go_fail_no_call_and_confuse_no_version(tmp_path):
+    directory = tmp_path / "fleet"
+    directory.mkdir()
+    with fleet(directory, 6) as running:
+        violations, summary = play(running, SEED, print, seconds=0.0, num_agents=24, every_seconds=1.0)
+    print(summary)
+    assert not violations, invariants.shortened(violations)

@@ -61,8 +61,10 @@ def versions_of_engines(proxy: RunningProxy) -> dict[str, int]:
     return {engine["url"]: engine["policy_version"] for engine in engines if engine["ready"]}
 
 
-def metric(proxy: RunningProxy, sample: str, **labels: str) -> float:
-    with urllib.request.urlopen(f"{proxy.url}/metrics", timeout=WAIT_SECONDS) as response:
+def metric(proxy: RunningProxy, sample: str, *, admin_key: str = "", **labels: str) -> float:
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    request = urllib.request.Request(f"{proxy.url}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:
         families = text_string_to_metric_families(response.read().decode())
     return sum(
         each.value

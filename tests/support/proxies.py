@@ -141,7 +141,7 @@ StartProxy = Callable[..., RunningProxy]
 
 @contextlib.contextmanager
 def running_proxy(
-    engine_url: str,
+    engine_url: str | None,
     database_url: str,
     directory: Path,
     *flags: str,
@@ -150,14 +150,16 @@ def running_proxy(
 ) -> Iterator[RunningProxy]:
     """Bring the database up to date and run a proxy over it, on a free port by default, until the block ends.
 
-    The directory gets its log; the flags and the environment come after `turnwise proxy`'s and the test's own.
+    Without an engine's address its flags name engines. The directory gets its log; the flags and the environment come
+    after `turnwise proxy`'s and the test's own.
     """
     environment = {**os.environ, **(environment or {})}
     migrated(database_url)
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / f"proxy-{port}.log"
-    arguments = ("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
+    engine = () if engine_url is None else ("--engine", engine_url)
+    arguments = ("proxy", *engine, "--database", database_url, "--port", str(port), *flags)
     process = warm_commands().start(arguments, log=log, cwd=directory, environment=environment)
     try:
         wait_ready(f"{url}/readyz", process, log, WAIT_SECONDS)
