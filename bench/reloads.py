@@ -57,7 +57,8 @@ def measure(number: int, load_seconds: float, versions: int) -> tuple[float, flo
     """Return the medians of the time until a version is served and of its pause, and the time until all have joined."""
     with contextlib.ExitStack() as running:
         script = Script(load_seconds=load_seconds)
-        engines = [running.enter_context(running_fake_engine(script)) for _ in range(number)]
+        started = [running.enter_context(running_fake_engine(script)) for _ in range(2 * number)]
+        engines = started[:number]
         directory = Path(running.enter_context(tempfile.TemporaryDirectory()))
         named = directory / "engines.json"
         named.write_text(json.dumps([each.url for each in engines]))
@@ -66,12 +67,11 @@ def measure(number: int, load_seconds: float, versions: int) -> tuple[float, flo
         url, _ = running.enter_context(proxy_of(first, f"sqlite:///{directory}/bench.db", *flags))
         wait(url, lambda found: len(found) == number and all(each["ready"] for each in found))
         times = [publish(url, directory, version, engines) for version in range(1, versions + 2)][1:]
-        came = [running.enter_context(running_fake_engine(script)) for _ in range(number)]
-        named.write_text(json.dumps([each.url for each in (*engines, *came)]))
+        named.write_text(json.dumps([each.url for each in started]))
         wait(url, lambda found: len(found) == 2 * number)  # the file was read
         joined = wait(url, lambda found: all(each["ready"] for each in found))
         newest = str(directory / f"v{versions + 1}")
-        assert all(each.state.weights_path == newest for each in (*engines, *came))
+        assert all(each.state.weights_path == newest for each in started)
     return statistics.median(one for one, _ in times), joined, statistics.median(paused for _, paused in times)
 
 
