@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harnesses.play import examine_briefly, simple_rules, sub_agent_rules
+from harnesses.play import examine_briefly, sub_agent_rules
 from harnesses.run import Stage
 from harnesses.shortening import ShorteningHarness, examine_shortening
 
@@ -30,15 +30,13 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 def play_to_record(stage: Stage) -> list[Json]:
-    """Play an agent with and without a session in its address, and return its calls in their order."""
-    name = uuid.uuid4().hex[:8]
+    """Play an agent without a session in its address, and in one where it has sub-agents; return its calls in order."""
     if isinstance(stage.harness, ShorteningHarness):
         examine_shortening(stage)
     else:
-        stage.attempt(name, lambda place: simple_rules(stage, place, "one"))
         examine_briefly(stage)
         if stage.harness.delegate is not None:
-            stage.attempt(f"{name}-sub", lambda _: sub_agent_rules(stage))
+            stage.attempt(uuid.uuid4().hex[:8], lambda _: sub_agent_rules(stage))
     played = sorted(stage.turns, key=lambda turn: turn["created_at"])
     return [_recorded(turn) for turn in played if turn["outcome"] != "error"]
 

@@ -8,7 +8,6 @@ to their digest: `turnwise up` reads it, and docs/models.md is made from such ro
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import shutil
@@ -85,17 +84,17 @@ def certify(
 def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate: float) -> KindResult:
     import openai
 
+    from trainer.features import Settings
+    from trainer.model.loading import described
     from turnwise.processes.engine_command import has_gpu
-    from turnwise.processes.served_model import NO_ENGINE, check_served, cpu_dtype_of
+    from turnwise.processes.served_model import check_served, cpu_dtype_of
     from turnwise.verify.engine_text import EngineText
 
     result, database = KindResult(kind, dtype=cpu_dtype_of(model)), f"sqlite:///{place}/store.db"
-    train = ["train", "--dry-run", "--kind", kind, "--model", model]
     failures = (TurnwiseError, RuntimeError, MemoryError, OSError, openai.APIError)
     try:
         check_served(model, gpu=has_gpu(), lora=kind == "lora", dtype=None, vllm_flags=vllm_flags)
-        result.notes = json.loads(_command(place / "dry-run.log", *train, "--json")).get("notes", {})
-        result.notes.pop(NO_ENGINE, None)  # without the flags
+        result.notes = described(Settings(model=model, kind=PolicyKind(kind)))
         with _stack(model, kind, place, database, vllm_flags) as (stack, client, engine_url):
             result.dtype = engine_dtype(engine_url) or result.dtype
             text = EngineText.longest(engine_url, model, result.dtype)
@@ -221,8 +220,8 @@ def why_untrained(log: Path) -> str:
     return f"the trainer trained no group: {said[-1].strip()}" if said else f"the trainer made no version: see {log}"
 
 
-def _command(log: Path, *arguments: str) -> str:
-    """Run one of our commands to its end, and return its output.
+def _command(log: Path, *arguments: str) -> None:
+    """Run one of our commands to its end.
 
     Raises:
         ChildFailed: It failed, with the error that its log ends with.
@@ -237,7 +236,7 @@ def _command(log: Path, *arguments: str) -> str:
         start = errors.tell()
         try:
             done = subprocess.run(  # noqa: S603  our own command
-                command(*arguments), stdout=subprocess.PIPE, stderr=errors, check=False, timeout=WAIT_SECONDS
+                command(*arguments), stdout=errors, stderr=errors, check=False, timeout=WAIT_SECONDS
             )
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"turnwise {arguments[0]} did not end within {WAIT_SECONDS:.0f} s: see {log}") from error
@@ -246,7 +245,6 @@ def _command(log: Path, *arguments: str) -> str:
         said = None if done.returncode in KILLED else last_error(log, start)
         ended = f"turnwise {arguments[0]} ended with {describe_exit(done.returncode)}: see {log}"
         raise ChildFailed(said or ended)
-    return done.stdout.decode()
 
 
 def _wait(client: Client, version: int, stack: Supervisor) -> None:
