@@ -1,9 +1,9 @@
 """Whether a chain is the main agent's, a sub-agent's, a summary, a side call, or a discarded attempt, also afterwards.
 
 The role of a chain is found when it starts, from the agent's id, the system message and the shape of the call; its
-later turns have the same. A session's only chain is the main agent's, whatever it asks for, save the compaction prompt
-of a known harness in a call that names no session. A chain that asks for a title or a topic becomes a side chain as
-soon as the session has another chain, and one that asks for a summary becomes a summary.
+later turns have the same. A session's only chain is the main agent's, whatever it asks for, save a known harness's own
+prompt for a summary or a title in a call that names no session. A chain that asks for a title or a topic becomes a side
+chain as soon as the session has another chain, and one that asks for a summary becomes a summary.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ _SUMMARY_WORDS = (
     *("compact", "compress", "summar", "distil"),
     *("context extraction", "hand off", "next agent", "session transcript"),
 )
-SHIPPED = TextPattern(_SUMMARY_WORDS, re.compile("|".join(SHIPPED_PROMPTS), re.IGNORECASE))
+SHIPPED_TITLES = (
+    r"\bcreate a 2-4 word title for this conversation\b",  # gptme
+    r"\byou output only a thread title\b",  # opencode
+)
+SHIPPED = TextPattern(
+    (*_SUMMARY_WORDS, "title"), re.compile("|".join((*SHIPPED_PROMPTS, *SHIPPED_TITLES)), re.IGNORECASE)
+)
 COMPACTION = TextPattern(
     _SUMMARY_WORDS,
     re.compile(
@@ -85,7 +91,7 @@ COMPACTION = TextPattern(
         r"|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,40}\b(?:the|this|our|your|current|entire|coding) "
         r"(?:context|session)\b(?=\s*(?:so far|above|history|window|for continuation|into|[.,:;!?\n]|$))"
         r"|\bsummary of (?:the|this|our) (?:entire |whole |previous )?(?:conversation|dialog(?:ue)?)\b|"
-        + SHIPPED.pattern.pattern,
+        + "|".join(SHIPPED_PROMPTS),
         re.IGNORECASE,
     ),
 )
@@ -142,9 +148,8 @@ def find_role(
     assert root is not None
     task, system_digest = root
     if not forest.agent_roots:
-        is_compaction = not is_named and task == ASKS_FOR_SUMMARY
-        is_shipped = is_compaction and any(_asks_for(SHIPPED, text) for text in _asked_texts(call.messages))
-        return (Role.SUMMARY, ASKS_FOR_SUMMARY) if is_shipped else (Role.MAIN, "first_chain")
+        is_known = task is not None and not is_named and any(_asks_for(SHIPPED, t) for t in _asked_texts(call.messages))
+        return (_role_of(task), task) if task is not None and is_known else (Role.MAIN, "first_chain")
     if task is not None:
         return _role_of(task), task
     return _later_role(call, reason, forest, system_digest)

@@ -28,6 +28,7 @@ COLUMNS = {
 """The columns of the table."""
 SUMMARY = "THE-SUMMARY"
 """What the reply of the engine to a call that asks for a summary begins with."""
+TITLE = "A check"
 MOST_SUMMARIES = 30
 NUM_CALLS = 8
 """How often the engine calls the tool."""
@@ -113,10 +114,13 @@ def shortening_rules(harness: ShorteningHarness, place: Place, num_calls: int = 
 
 def _title_and_summary(harness: ShorteningHarness) -> list[Rule]:
     """Return the rules for the calls beside the agent's own; a title's prompt may quote that of a summary."""
-    title = Rule(contains=" title for this conversation", reply=Reply(text="A check"))
+    title = Rule(contains=" title for this conversation", reply=Reply(text=TITLE))
     said = f"{SUMMARY} {{}}: the check was called again and again, and its outputs were not looked at."
-    numbered = [(text, said.format(number)) for number in range(MOST_SUMMARIES) for text in harness.summary_texts]
-    return [title, *(Rule(contains=text, reply=Reply(text=reply), count=1) for text, reply in numbered)]
+    asked = list(harness.summary_texts) * MOST_SUMMARIES
+    return [
+        title,
+        *(Rule(contains=text, reply=Reply(text=said.format(at)), count=1) for at, text in enumerate(asked)),
+    ]
 
 
 def _is_summary(turn: Json) -> bool:

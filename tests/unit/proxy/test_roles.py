@@ -238,6 +238,19 @@ def test_a_harnesss_compaction_prompt_without_a_session_asks_for_a_summary_even_
     assert role_of(own, TurnForest(), is_named=False) == (Role.MAIN, "first_chain")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [TITLES, {"role": "user", "content": "Your task: Create a 2-4 word title for this conversation.\n\nRules:"}],
+    ids=["opencode", "gptme"],
+)
+def test_a_harnesss_prompt_for_a_title_without_a_session_is_a_side_call_even_alone(asked):
+    call = call_of(asked, USER) if asked is TITLES else call_of(asked)
+    assert role_of(call, TurnForest(), is_named=False) == (Role.SIDE, "asks_for_title")
+    assert role_of(call, TurnForest()) == (Role.MAIN, "first_chain")
+    own = call_of({"role": "user", "content": "Write a title for this article."})
+    assert role_of(own, TurnForest(), is_named=False) == (Role.MAIN, "first_chain")
+
+
 def test_an_agent_that_goes_on_under_another_system_message_keeps_its_role():
     """gptme writes into it what a summary replaced; the replies that it repeats were sampled in this session."""
     forest, changed = TurnForest(), {"role": "system", "content": "You write code. Resumed from a checkpoint."}
