@@ -18,8 +18,12 @@ import orjson
 
 from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, CallKey, call_key, call_part, joined_name
 from proxy.dialects.chat import UNREAD_CALL, ChatCompletions
-from turnwise.json_text import json_object
+from turnwise.errors import TooLarge
+from turnwise.json_text import json_object, scan
 from turnwise.types import Json
+
+MOST_LEVELS = 900
+"""Deepest nesting that clients on each Python read: 3.11 reads fewer than 1,000 levels, 3.13 thousands."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,8 +55,9 @@ def is_object(text: str) -> bool:
     if json_object(text) is not None:
         return True
     try:
+        scan(text.encode(errors="surrogatepass"), MOST_LEVELS, len(text))
         return isinstance(json.loads(text, parse_constant=_refuse), dict)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, TooLarge):
         return False
 
 

@@ -581,6 +581,7 @@ OF_ALL: dict[str, Ask] = {
     "sessions for the sentinels": lambda c: (
         sentinels.live_sessions(c, 4),
         sentinels.live_sessions(c, 4, newest=True),
+        sentinels.played(c, [1, 2]),
         sentinels.held_out_sessions(c, 1, 4),
     ),
     "a lease": _lease,
