@@ -27,7 +27,7 @@ import numpy as np
 import psycopg
 import sqlalchemy as sa
 
-from turnwise.features import retention
+from turnwise.features import pace, retention, stalled
 from turnwise.features.page import overview, search
 from turnwise.features.page.search import Contents
 from turnwise.store import claims, conversations, experiences, groups, rows, schema
@@ -106,8 +106,8 @@ PAGES = {
     "idle sessions to expire": Page(lambda c: expire_idle_sessions(c, START - HOUR)),
     "idle sessions with a reward to end": Page(lambda c: end_rewarded_sessions(c, START - HOUR)),
     "open sessions with a reward": Page(groups.num_open_with_reward),
-    "stalled groups to train": Page(lambda c: groups.stalled(utc_now() - HOUR).is_due(c)),
-    "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
+    "stalled groups to train": Page(lambda c: stalled.stalled(utc_now() - HOUR).is_due(c)),
+    "the oldest version in flight": Page(lambda c: pace.oldest_version_in_flight(c, utc_now() - HOUR)),
     "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR)),
     "no more sessions to delete": Page(lambda c: retention.prune(c, START - HOUR)),
     "unfinished groups for /metrics (at most 10,000)": Page(groups.unfinished_groups, is_bounded=False),

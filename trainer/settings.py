@@ -55,21 +55,10 @@ class TrainerSettings(SelectionRule):
     """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None:
     only a batch of which less than a quarter has an advantage waits, until it is a quarter, and at most `wait_seconds`
     or a minute."""
-    stalled_seconds: float | None = 900.0
-    """Close a group without activity for this long; None leaves it open."""
-    unrewarded_seconds: float | None = Field(default=None, ge=0)
-    """Let a session that ended this long ago without a reward count as failed: its group is trained without it, if the
-    others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
-    stalled_policy: Literal["train", "drop"] = "train"
-    """Train a stalled group without its missing sessions, or drop it."""
     train_roles: list[Role] = Field(default=[role for role in Role if role in TRAINED_ROLES])
     """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 
     # When training waits
-    max_versions_in_flight: int | None = Field(default=4, ge=1)
-    """The trainer waits while its next version would be more than this many versions ahead of the oldest one that an
-    open group was sampled by. Slow sessions are then trained, not dropped, and the trainer waits for them. None never
-    waits."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
     policy; None drops nothing."""

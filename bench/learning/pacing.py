@@ -23,8 +23,9 @@ import torch
 import transformers
 from tiny import ENOUGH, GROUP_SIZE, GROUPS, NUM_EVAL_SESSIONS, TinyRun, between, rewards_of
 
-from trainer.claims.claims import Supply, why_held
 from trainer.claims.ledger import RunProgress
+from trainer.features.pace import why_too_far_ahead
+from turnwise.features.pace import oldest_version_in_flight
 from turnwise.store import claims, sessions, turns
 from turnwise.store.rewards import add_rewards
 from turnwise.types import Reward, Session
@@ -155,9 +156,9 @@ class MixedRun(TinyRun):
         """Return whether the trainer would wait: the rule that its source applies before each claim."""
         since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
         with self.db.read() as conn:
-            supply = Supply(num_ready=GROUPS, oldest_in_flight=claims.oldest_version_in_flight(conn, since))
+            oldest = oldest_version_in_flight(conn, since)
         at = RunProgress(num_batches=1, recent_versions=self.state.progress.recent_versions)
-        return why_held(supply, at, self.workflow.config) is not None
+        return why_too_far_ahead(oldest, at, self.workflow.config) is not None
 
 
 def learn_mixed(settings: dict[str, Any], seed: int, directory: Path, max_ticks: int) -> Result:

@@ -54,6 +54,8 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
     from trainer.claims.claims import Claims
     from trainer.claims.ledger import RunProgress
     from trainer.features import Settings
+    from trainer.features.pace import Pace
+    from trainer.features.stalled import Stalled
     from turnwise.errors import LeaseLost
     from turnwise.store import claims, updates
     from turnwise.store.database import Database
@@ -74,7 +76,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
         stalled_policy="drop",
     )
     trainer_source.LEASE_SECONDS = LEASE_SECONDS
-    source = Claims(database, rule)
+    source = Claims(database, rule, holds=(Stalled, Pace))
     source.open(types.PolicyVersion(version=0, path="base"), 0)
     with database.read() as connection:
         last = next(

@@ -1,9 +1,4 @@
-"""When the trainer takes a batch, and why it waits: groups, a pin, a quota, or sessions of too old versions.
-
-Slow sessions are often the hard tasks. Dropping them because of their age would train on the quick ones alone. So the
-trainer waits instead: it makes no update that would take it more than `max_versions_in_flight` versions ahead of the
-oldest version that an open group was sampled by, or of a pinned version, which samples everything.
-"""
+"""When the trainer takes a batch: once enough groups are ready, and nothing that features name holds it."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
 from typing import Any, ClassVar
 
 from trainer.batch.chain import Chain
@@ -22,7 +16,7 @@ from trainer.claims.ledger import NOTHING, ClaimedBatch, Kept, Ledger, RunProgre
 from trainer.model.terms import Term
 from trainer.settings import TrainerSettings
 from turnwise.errors import StoreUnavailable
-from turnwise.store import claims, database, groups, rows, serving
+from turnwise.store import claims, groups, serving
 from turnwise.store.database import Connection, Database
 from turnwise.types import Policy, SessionKey
 
@@ -31,7 +25,6 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0
 """How long a claim lasts without renewal. The trainer renews it while it works."""
 POLL_SECONDS = 0.5
-IN_FLIGHT_SECONDS = 120.0
 MOST_REFILL_SECONDS = 60.0
 """Longest wait, by default, for groups in the place of those with equal rewards."""
 SMALLEST_PART = 4
@@ -65,7 +58,6 @@ class Claims(Ledger):
         super().__init__(db, settings, policy=policy, process=process, terms=terms)
         self._with_imported = self.may_imitate and not settings.algorithm.needs_behaviour
         self._wait: Wait | None = None
-        self._idle_clock = database.IdleClock(timedelta(seconds=settings.stalled_seconds or 0))
         self.holds = [hold(self) for hold in holds if hold.is_on(settings)]
         self._watching, self._changing = own(self.holds, Hold.watch), own(self.holds, Hold.changes)
         self._denied = own(self.holds, Hold.denied)
@@ -95,8 +87,7 @@ class Claims(Ledger):
             is_first = at.num_batches == 0
             wait = self._wait = self._wait or Wait(self.settings, self.report_status, is_first=is_first)
             supply = self._supply(at)
-            held = why_held(supply, at, self.settings)
-            if isinstance(held, Detour):
+            if isinstance(held := supply.held, Detour):
                 self._wait = None
                 return held
             self._is_blocked = supply.needs_person
@@ -175,16 +166,16 @@ class Claims(Ledger):
     def _supply(self, at: RunProgress) -> Supply:
         try:
             with self.db.read() as conn:
-                now = rows.from_micros(database.clock(conn))  # the database's clock: this machine's may differ by hours
                 state = serving.serving_state(conn, self.policy_id)
-                due = [change for change in self._changes(conn, state, now) if change.is_due(conn)]
-                supply = self._read_supply(conn, state, at, now)
+                changes = [change for changes_of in self._changing for change in changes_of(conn, state)]
+                due = [change for change in changes if change.is_due(conn)]
+                supply = self._read_supply(conn, state, at)
             if due:
                 with self.db.write() as conn:
                     for change in due:
                         change.make(conn)
                 with self.db.read() as conn:
-                    supply = self._read_supply(conn, state, at, now)
+                    supply = self._read_supply(conn, state, at)
             if supply.num_filled(self.settings) < smallest_batch(self.settings):
                 return supply
             for watch in self._watching:
@@ -198,17 +189,12 @@ class Claims(Ledger):
             log.warning("the database is not available, trying again: %s", error)
             return Supply(num_ready=0)
 
-    def _read_supply(self, conn: Connection, state: serving.ServingState, at: RunProgress, now: datetime) -> Supply:
+    def _read_supply(self, conn: Connection, state: serving.ServingState, at: RunProgress) -> Supply:
         of = self.policy_id
         num_ready, num_singles = claims.num_claimable(
             conn, with_imported=self._with_imported, policy_id=of, held=self.held_groups
         )
-        since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
-        supply = Supply(
-            num_ready=num_ready,
-            num_singles=num_singles,
-            oldest_in_flight=claims.oldest_version_in_flight(conn, since, of) if self.is_paced else None,
-        )
+        supply = Supply(num_ready=num_ready, num_singles=num_singles)
         if supply.num_filled(self.settings) < smallest_batch(self.settings):
             supply = dataclasses.replace(supply, num_open=groups.num_open_with_reward(conn, of))
             return self._asked(conn, state, supply, at, [hold for hold in self.holds if not hold.needs_batch])
@@ -223,15 +209,6 @@ class Claims(Ledger):
                 return dataclasses.replace(supply, held=why, needs_person=hold.needs_person)
         return supply
 
-    def _changes(self, conn: Connection, state: serving.ServingState, now: datetime) -> list[groups.GroupChange]:
-        settings, changes = self.settings, []
-        if settings.stalled_seconds is not None:
-            idle_before = self._idle_clock.earliest(now, timedelta(seconds=settings.stalled_seconds))
-            changes.append(groups.stalled(idle_before, settings.stalled_policy, now))
-        if settings.unrewarded_seconds is not None:
-            changes.append(groups.unrewarded(now - timedelta(seconds=settings.unrewarded_seconds), now))
-        return [*changes, *(change for changes_of in self._changing for change in changes_of(conn, state))]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
@@ -242,36 +219,12 @@ class Supply:
     num_singles: int = 0
     num_open: int = 0
     """Sessions that have a reward and are not over, read while a batch lacks groups."""
-    oldest_in_flight: int | None = None
-    """The oldest version that sampled a turn of an open group; None without one."""
     held: str | Detour | None = None
     """Why a feature holds the training, or what is to be done first."""
     needs_person: bool = False
 
     def num_filled(self, settings: TrainerSettings) -> int:
         return self.num_ready + self.num_singles // settings.singles_per_group
-
-
-def why_held(supply: Supply, at: RunProgress, settings: TrainerSettings) -> str | Detour | None:
-    """Return why no batch may be claimed now, None where one may, or what is to be done first."""
-    if supply.held is not None:
-        return supply.held
-    bound, oldest = most_ahead(settings), supply.oldest_in_flight
-    if bound is None or oldest is None or at.staleness_of(oldest) < bound:
-        return None
-    return (
-        f"open groups were sampled by version {oldest} and the trainer is at version {at.recent_versions[-1]}: "
-        f"training waits for them (max_versions_in_flight={settings.max_versions_in_flight})"
-    )
-
-
-def most_ahead(settings: TrainerSettings) -> int | None:
-    """Return how many versions ahead of what still samples a version may be; None for any number."""
-    if settings.max_versions_in_flight is None:
-        return None
-    if settings.max_staleness is None:
-        return settings.max_versions_in_flight
-    return min(settings.max_versions_in_flight, settings.max_staleness + 1)
 
 
 def describe_claim(claim: claims.Claim) -> str:

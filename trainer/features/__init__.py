@@ -15,6 +15,7 @@ from trainer.features.images import Images
 from trainer.features.imported import Imported
 from trainer.features.lineage import Lineage
 from trainer.features.memory import MemorySettings, SavingAgent
+from trainer.features.pace import Pace, PaceSettings
 from trainer.features.policies import Bases, Quotas, QuotaSettings
 from trainer.features.ratings import ByHead, RatingSettings, check_ratings
 from trainer.features.recorders import RecorderSettings, check_packages, recorders_of
@@ -22,6 +23,7 @@ from trainer.features.replay import ReplayClaims, ReplaySettings
 from trainer.features.rewinds import Refusals, Rewinds, RewindSettings
 from trainer.features.sentinels import Sentinels, SentinelSettings
 from trainer.features.sleep import EngineSleep, SleepSettings
+from trainer.features.stalled import Stalled, StalledSettings
 from trainer.features.supports import Supports
 from trainer.features.transfers import Transfers, TransferSettings
 from trainer.settings import TrainerSettings
@@ -30,7 +32,7 @@ from trainer.train import Features
 FEATURES = Features(
     terms=(Supports, Images, Experts),
     heads=critics_of,
-    holds=(Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions, Lineage),
+    holds=(Stalled, Consent, Refusals, Sentinels, Quotas, Rewinds, KeptSessions, Lineage, Pace),
     beside=(GapCheck, Bases, ByHead, Imported, Gate, ExampleGate, Estimates, Transfers, EngineSleep, Evaluation),
     claims=(ReplayClaims,),
     recorders=recorders_of,
@@ -57,6 +59,8 @@ class Settings(
     SentinelSettings,
     QuotaSettings,
     RewindSettings,
+    PaceSettings,
+    StalledSettings,
     TrainerSettings,
 ):
     """The settings of one trainer process with all of its features."""

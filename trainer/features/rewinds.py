@@ -10,15 +10,14 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from trainer.claims.claims import most_ahead
 from trainer.claims.holds import Detour, Hold
 from trainer.claims.ledger import RunProgress
+from trainer.features.pace import PaceSettings, most_ahead
 from trainer.settings import TrainerSettings
 from trainer.train import Training
 from trainer.versions.state import State
 from turnwise.errors import BadCheckpoint
 from turnwise.features import rewinds
-from turnwise.settings import Settings
 from turnwise.store.database import Connection
 from turnwise.store.groups import GroupChange
 from turnwise.store.serving import ServingState
@@ -29,7 +28,7 @@ MOST_REFUSED = 3
 """Versions in a row that engines refuse before the training waits for a person."""
 
 
-class RewindSettings(Settings):
+class RewindSettings(PaceSettings):
     """What happens to the weights of a version that failed, or is far behind."""
 
     when_failed: Literal["go_back", "go_on"] = "go_back"
@@ -90,7 +89,7 @@ class GivenUp:
     """The versions that a person undid by a choice of the version before them, without a pin."""
 
 
-class Rewinds(Hold[TrainerSettings]):
+class Rewinds(Hold[RewindSettings]):
     """Goes back to the weights before versions that failed or were undone, and heeds a pin."""
 
     def changes(self, conn: Connection, state: ServingState) -> list[GroupChange]:
@@ -109,9 +108,8 @@ class Rewinds(Hold[TrainerSettings]):
         return why_held(given_up, at, self._settings)
 
 
-def why_held(given_up: GivenUp, at: RunProgress, settings: TrainerSettings) -> str | Rewind | None:
+def why_held(given_up: GivenUp, at: RunProgress, settings: RewindSettings) -> str | Rewind | None:
     """Return why training waits for a choice of a person, None where it does not, or the version to go back to."""
-    assert isinstance(settings, RewindSettings)
     if any(version in given_up.undone for version in at.recent_versions):
         chosen = given_up.undone.start - 1
         undid = f"version {chosen} was activated in place of version {given_up.undone.stop - 1}"

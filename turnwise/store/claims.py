@@ -19,14 +19,12 @@ from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
-from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock
 from turnwise.store.groups import drop
-from turnwise.store.rows import to_micros
-from turnwise.store.schema import groups, sessions, turns, updates
-from turnwise.store.statements import is_among, unindexed
+from turnwise.store.schema import groups, updates
+from turnwise.store.statements import is_among
 from turnwise.store.trainer_reports import keep_state
 from turnwise.store.updates import Advantages, record_trained
 from turnwise.store.versions import publish_version
@@ -37,7 +35,6 @@ from turnwise.types import (
     Json,
     PolicyVersion,
     SessionKey,
-    SessionStatus,
     UpdateRecord,
     gauges,
 )
@@ -176,32 +173,6 @@ def num_claimable(
     counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
     total, num_singles = conn.execute(counted).one()
     return int(total) - int(num_singles), int(num_singles)
-
-
-def oldest_version_in_flight(
-    conn: sa.Connection, active_since: datetime.datetime, policy_id: int = DEFAULT_POLICY
-) -> int | None:
-    """Return the oldest version that sampled a turn to train of an open group of a policy; None without such a turn.
-
-    Sessions without activity since `active_since` are ignored.
-    """
-    oldest = (
-        sa.select(sa.func.min(turns.c.policy_version_first))
-        .select_from(groups)
-        .join(sessions, sessions.c.group_pk == groups.c.group_pk)
-        .join(turns, turns.c.session_pk == sessions.c.session_pk)
-        .where(
-            # The databases must search from the active sessions on: most open groups may be old.
-            unindexed(groups.c.status) == GroupStatus.OPEN.value,
-            groups.c.imported.is_(None),
-            turns.c.policy_id == policy_id,
-            sessions.c.status.in_([status.value for status in SessionStatus]),
-            sessions.c.last_active_at >= to_micros(active_since),
-            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
-        )
-    )
-    found: int | None = conn.execute(oldest).scalar_one()
-    return found
 
 
 def renew(db: Target, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -69,48 +69,11 @@ class GroupChange:
         return changed
 
 
-def stalled(
-    inactive_since: datetime.datetime,
-    policy: Literal["train", "drop"] = "train",
-    now: datetime.datetime | None = None,
-) -> GroupChange:
-    """Close the open groups without activity since then: make them ready with their finished sessions, or drop them.
-
-    With `train`, a group without a finished session stays open, because its rewards may still arrive.
-    """
-    since = to_micros(inactive_since)
-    active = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.last_active_at >= since)
-    is_open = groups.c.status == GroupStatus.OPEN.value
-    if policy == "drop":
-        wanted = sa.and_(is_open, groups.c.last_active_at < since, ~active)
-        return drop(wanted, "stalled", "dropped %d groups without activity for `stalled_seconds`")
-    # Groups that agents gave up stay open without a finished session, and most open groups may be such ones. With
-    # the sum the databases search by `num_finished`, not by `last_active_at`, and pass over them.
-    wanted = sa.and_(is_open, groups.c.num_finished > 0, groups.c.last_active_at + 0 < since, ~active)
-    done = "%d groups without activity for `stalled_seconds` are trained without their missing sessions"
-    return GroupChange(wanted, _ready("stalled", now), done)
-
-
-def unrewarded(ended_before: datetime.datetime, now: datetime.datetime | None = None) -> GroupChange:
-    """Make the open groups ready whose sessions all ended before then, one with a reward and others without."""
-    is_awaited = sa.or_(sessions.c.status == SessionStatus.OPEN.value, sessions.c.ended_at >= to_micros(ended_before))
-    # A count is taken group by group; NOT EXISTS would become a join that reads all sessions.
-    num_awaited = sa.select(sa.func.count()).where(sessions.c.group_pk == groups.c.group_pk, is_awaited)
-    wanted = sa.and_(
-        groups.c.status == GroupStatus.OPEN.value,
-        groups.c.num_finished > 0,
-        groups.c.num_sessions >= groups.c.group_size,
-        num_awaited.scalar_subquery() == 0,
-    )
-    done = "%d groups are trained without sessions that ended without a reward"
-    return GroupChange(wanted, _ready("unrewarded", now), done)
-
-
 def drop(wanted: sa.ColumnElement[bool], reason: str, done: str) -> GroupChange:
     return GroupChange(wanted, {"status": GroupStatus.DROPPED.value, "leased_until": None, "reason": reason}, done)
 
 
-def _ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
+def ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
     return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
 
 
@@ -216,8 +179,10 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
     group = conn.execute(sa.select(groups).where(groups.c.group_pk == group_pk).with_for_update()).one()
     _check_joinable(group, session)
     is_complete = group.num_finished >= (session.group_size or 0)
-    ready = {"status": GroupStatus.READY.value, "ready_at": to_micros(utc_now())} if is_complete else {}
-    conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(group_size=session.group_size, **ready))
+    changed = {"status": GroupStatus.READY.value, "ready_at": to_micros(utc_now())} if is_complete else {}
+    conn.execute(
+        sa.update(groups).where(groups.c.group_pk == group_pk).values(group_size=session.group_size, **changed)
+    )
     if is_complete:
         add_parts(conn, [group_pk])
 
@@ -227,7 +192,7 @@ def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     is_trained = unindexed(groups.c.status) == GroupStatus.TRAINED.value
     for key in (groups.c.group_pk, groups.c.part_of):
         revised = sa.update(groups).where(is_among(conn.dialect, key, group_pks), is_trained)
-        conn.execute(revised.values(**_ready("revised")))
+        conn.execute(revised.values(**ready("revised")))
 
 
 def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -> None:

@@ -14,7 +14,7 @@ from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
 from turnwise.exchange import plugins
-from turnwise.features import policies
+from turnwise.features import pace, policies
 from turnwise.store import claims, experiences, sessions
 from turnwise.store.selection import SessionFilter
 
@@ -59,7 +59,7 @@ def test_only_a_claim_for_imported_groups_gets_them(database, tmp_path, model):
     with database.read() as conn:
         assert claims.num_claimable(conn) == (0, 1)
         assert claims.num_claimable(conn, with_imported=True) == (1, 1)
-        assert claims.oldest_version_in_flight(conn, records(database)[0].session.created_at) is None
+        assert pace.oldest_version_in_flight(conn, records(database)[0].session.created_at) is None
     claim = claims.claim(database, "rl", max_groups=9, lease_seconds=60)
     assert [group.group_id for group in claim.groups] == ["sampled"]
     claim = claims.claim(database, "sft", max_groups=9, lease_seconds=60, with_imported=True)

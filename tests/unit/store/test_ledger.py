@@ -10,9 +10,9 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import retention, rewinds, transfers
+from turnwise.features import retention, rewinds, stalled, transfers
 from turnwise.features.page import overview
-from turnwise.store import conversations, experiences, groups, rewards, rows, selection, serving, sessions, versions
+from turnwise.store import conversations, experiences, rewards, rows, selection, serving, sessions, versions
 from turnwise.store.database import Connection, Database
 from turnwise.store.turns import append_rows, append_turns, find_turn, read_turn, read_turns
 from turnwise.types import (
@@ -317,12 +317,12 @@ def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(databa
     finish(database, "a")
     finish(database, "d")
     with database.write() as connection:
-        assert groups.stalled(utc_now() - HOUR, "train").make(connection) == []
-        closed = groups.stalled(utc_now() + HOUR, "train").make(connection)
+        assert stalled.stalled(utc_now() - HOUR, "train").make(connection) == []
+        closed = stalled.stalled(utc_now() + HOUR, "train").make(connection)
     assert sorted(closed) == ["some", "unsized"]
     assert groups_by_status(database) == {"ready": 2, "open": 1}
     with database.write() as connection:
-        assert groups.stalled(utc_now() + HOUR, "drop").make(connection) == ["none"]
+        assert stalled.stalled(utc_now() + HOUR, "drop").make(connection) == ["none"]
     assert groups_by_status(database) == {"ready": 2, "dropped": 1}
 
 
@@ -332,7 +332,7 @@ def test_a_group_with_an_active_session_is_not_stalled(database):
     add_session(database, turns=0, group_id="g", created_at=long_ago)
     with database.write() as connection:
         append_turns(connection, [make_turn("t1")])
-        assert groups.stalled(utc_now() - HOUR, "drop").make(connection) == []
+        assert stalled.stalled(utc_now() - HOUR, "drop").make(connection) == []
 
 
 def test_policies_are_published_once_activated_retired_and_pinned(database):

@@ -12,7 +12,19 @@ from support.ledger_samples import add_finished, finish, make_turn, sampled_by, 
 
 from proxy.features.page.summaries import summarise_updates
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.features import advantages, arms, consent, gate, policies, retention, rewinds, sentinels, transfers
+from turnwise.features import (
+    advantages,
+    arms,
+    consent,
+    gate,
+    pace,
+    policies,
+    retention,
+    rewinds,
+    sentinels,
+    stalled,
+    transfers,
+)
 from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.imported import imported_groups
 from turnwise.features.page import overview
@@ -225,7 +237,7 @@ def test_a_part_is_stale_and_in_flight_by_its_own_versions(database, two):
         add_shared(database, session_id, {None: 1, b: 9}, policy_id=a, **fields)
     with database.read() as conn:
         since = utc_now() - datetime.timedelta(hours=1)
-        assert [claims.oldest_version_in_flight(conn, since, each) for each in two] == [1, 9]
+        assert [pace.oldest_version_in_flight(conn, since, each) for each in two] == [1, 9]
         for each in (a, b):
             assert groups.num_open_with_reward(conn, each) == 0
     with database.write() as conn:
@@ -257,7 +269,7 @@ def test_a_stalled_group_of_two_policies_is_ready_for_both(database, two):
     add_shared(database, "s", {None: 1, b: 2}, policy_id=a, group_id="g", group_size=2)
     finish(database, "s")
     with database.write() as conn:
-        assert groups.stalled(utc_now() + datetime.timedelta(hours=1)).make(conn) == ["g"]
+        assert stalled.stalled(utc_now() + datetime.timedelta(hours=1)).make(conn) == ["g"]
     assert [[group.group_id for group in claimed_by(database, each).groups] for each in two] == [["g"], ["g"]]
 
 

@@ -9,9 +9,10 @@ from support.ledger_samples import add_finished, add_session, finish, groups_by_
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims import claims as pacing
-from trainer.claims.claims import Claims, Supply, Wait, describe_wait, why_held
+from trainer.claims.claims import Claims, Supply, Wait, describe_wait
 from trainer.claims.ledger import RunProgress
 from trainer.features import FEATURES, Settings, rewinds
+from trainer.features.pace import why_too_far_ahead
 from trainer.features.policies import PolicyNames, training_policy
 from trainer.features.rewinds import Rewind
 from turnwise.features import policies
@@ -36,7 +37,7 @@ AT_7 = RunProgress(num_batches=1, recent_versions=tuple(range(8)))
     ],
 )
 def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
-    reason = why_held(Supply(num_ready=32, oldest_in_flight=oldest), AT_7, Settings(max_versions_in_flight=bound))
+    reason = why_too_far_ahead(oldest, AT_7, Settings(max_versions_in_flight=bound))
     assert (reason is not None) == is_held
     assert not is_held or reason.endswith("training waits for them (max_versions_in_flight=4)")
 
@@ -44,8 +45,8 @@ def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(olde
 def test_a_strict_staleness_bound_tightens_the_pace():
     """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 may not."""
     rule = Settings(max_staleness=1)
-    assert why_held(Supply(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
-    assert why_held(Supply(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
+    assert why_too_far_ahead(6, AT_7, rule) is None
+    assert why_too_far_ahead(5, AT_7, rule) is not None
 
 
 def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
@@ -100,8 +101,7 @@ def test_a_version_that_was_in_training_when_its_parent_was_undone_is_not_served
 def test_versions_are_counted_along_the_ancestry_of_the_weights(bound, is_held):
     """After going back from 7 to 3, version 8 is one version ahead of 3, and the next one two."""
     at = RunProgress(num_batches=1, recent_versions=(2, 3, 8))
-    supply = Supply(num_ready=32, oldest_in_flight=3)
-    assert (why_held(supply, at, Settings(max_versions_in_flight=bound)) is not None) == is_held
+    assert (why_too_far_ahead(3, at, Settings(max_versions_in_flight=bound)) is not None) == is_held
 
 
 RULE = Settings(groups_per_batch=32, singles_per_group=8)
