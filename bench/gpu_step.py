@@ -17,9 +17,9 @@ from trainer.batch.batch import build
 from trainer.batch.chain import Chain
 from trainer.features import Settings
 from trainer.features.memory import SavingAgent
+from trainer.features.optimizers import make_optimizer
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.model.optimizer import make_optimizer
 from turnwise.store.database import Database
 
 NUM_TURNS = 10

@@ -19,9 +19,8 @@ import torch
 import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
 from trainer.features import FEATURES
-from trainer.features.devices import check_divisible, leave_world
+from trainer.features.devices import leave_world
 from trainer.features.policies import Policies, PolicyNames
-from trainer.model.optimizer import check_optimizer
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.telemetry.logs import configure_logging
@@ -70,9 +69,7 @@ def check_startable(settings: TrainerSettings) -> None:
         raise SettingsError("kind='lora' needs the package 'peft', which is not installed: run `pip install peft`")
     if settings.kind is PolicyKind.LORA and "embed_tokens" in settings.lora_targets:
         raise SettingsError("lora_targets has 'embed_tokens', and vLLM loads no adapter of the embeddings: remove it")
-    check_divisible(settings)
     try_algorithm(settings.algorithm)
-    check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     for check in FEATURES.checks:
         check(settings)
 

@@ -70,9 +70,6 @@ class TrainerSettings(SelectionRule):
     betas: tuple[float, float] = (0.9, 0.95)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""
-    optimizer_state: Literal["device", "host", "8bit"] = "device"
-    """Where and how Adam's moments are kept: in float32 beside the weights, in float32 in `host` memory, where the step
-    is computed too, or in `8bit` by the package bitsandbytes, on CUDA. The last two are for one process."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate over `total_batches` batches; `constant` needs no `total_batches`."""
     num_warmup_updates: int = Field(default=0, ge=0)

@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch.nn import Parameter
+
 from trainer.batch.advantages import moved_on
 from trainer.batch.batch import trained_turns
 from trainer.batch.ratios import finite
@@ -26,6 +29,7 @@ from trainer.claims.ledger import ClaimedBatch
 from trainer.model.agent import PolicyAgent
 from trainer.model.heads import Head
 from trainer.model.model import Policy, Whole
+from trainer.model.optimizer import make_optimizer
 from trainer.model.terms import Term
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
@@ -48,8 +52,9 @@ class Features:
     """What stands beside the core, in the order in which it is asked; by default nothing."""
 
     terms: tuple[type[Term], ...] = ()
-    heads: Callable[[Policy], list[Head]] = lambda _: []
-    """Makes what an algorithm trains beside a policy."""
+    heads: tuple[Callable[[Policy], list[Head]], ...] = ()
+    """Each makes what an algorithm needs beside a policy."""
+    optimizer: Callable[[list[Parameter], TrainerSettings], torch.optim.Optimizer] = make_optimizer
     holds: tuple[type[Hold[Any]], ...] = ()
     beside: tuple[type[Beside[Any]], ...] = ()
     claims: tuple[type[Claims], ...] = ()

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.parts import Joined, Keys, Loaded, experience_fields, join_parts, part, root_parts
+from turnwise.parts import Joined, Keys, Loaded, join_parts, part, root_parts
 from turnwise.types import (
     DEFAULT_POLICY,
     Credit,
@@ -207,10 +207,11 @@ class EID:
 class Experience:
     """The trainable unit: one turn, or one chain of turns merged into one sequence."""
 
-    eid: EID
     session_id: str
     group_id: str
     tenant: str = "default"
+    task_id: str = ""
+    run: int = 0
     turn_ids: tuple[str, ...]
     """The turns whose sampled tokens are trained here, in order. [K]"""
     turn_steps: tuple[int, ...]
@@ -257,6 +258,10 @@ class Experience:
     info: Json = dataclasses.field(default_factory=dict)
 
     @property
+    def eid(self) -> EID:
+        return EID(self.group_id, self.task_id, self.run, self.turn_steps[0], self.turn_ids[0])
+
+    @property
     def own_reward(self) -> float:
         """The reward of these turns: the session's, or step by step the sum of their own."""
         return float(self.turn_rewards.sum()) if self.is_by_step else self.reward
@@ -272,35 +277,3 @@ class Experience:
     @property
     def session_key(self) -> SessionKey:
         return self.tenant, self.session_id
-
-
-def experience_json(experience: Experience) -> Json:
-    """Return an experience as the API's JSON; as in Trinity-RFT, mask, logprobs and support begin after the prompt."""
-    after = experience.prompt_length
-    return {
-        "eid": dataclasses.asdict(experience.eid),
-        "session_id": experience.session_id,
-        "group_id": experience.group_id,
-        "status": experience.info.get("status"),
-        "turn_ids": list(experience.turn_ids),
-        "turn_steps": list(experience.turn_steps),
-        "tokens": experience.tokens.tolist(),
-        "prompt_length": after,
-        "loss_mask": experience.loss_mask[after:].tolist(),
-        "logprobs": [float(value) for value in experience.logprobs[after:]],
-        **experience_fields(experience, is_always_shown=True),
-        "reward": experience.own_reward,
-        "return": experience.turn_returns.tolist(),
-        "advantage": None if experience.turn_advantages is None else experience.turn_advantages.tolist(),
-        "turn_rewards": experience.turn_rewards.tolist(),
-        "turn_own_rewards": experience.turn_own_rewards.tolist(),
-        "session_reward": experience.reward,
-        "policy_version_first": experience.policy_version_first,
-        "policy_version_last": experience.policy_version_last,
-        "policy": experience.policy,
-        "split": experience.split.value,
-        "trained_in": experience.trained_in,
-        "metrics": experience.metrics,
-        "info": experience.info,
-        **experience_fields(experience, is_always_shown=False),
-    }

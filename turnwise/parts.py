@@ -151,16 +151,6 @@ def digested_parts(stored: bytes) -> list[str | bytes]:
     return [packed.decode() if each.is_text else packed for each, packed in found if each.is_digested]
 
 
-def parts_of_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn's row with its parts packed, where it has them in the columns of before turns had parts."""
-    if "parts" in row:
-        return dict(row)
-    columns = {each.column: name for name, each in known.items() if each.column is not None}
-    found = {name: row[column] for column, name in columns.items() if row.get(column) is not None}
-    packed = {name: value.encode() if part(name).is_text else value for name, value in found.items()}
-    return {name: value for name, value in row.items() if name not in columns} | {"parts": pack_parts(packed)}
-
-
 def sizes_of(beginning: bytes | None) -> dict[str, int]:
     """Return the lengths of packed parts by name, from their first `HEADER_BYTES`; SQLite's of none are None."""
     return dict(_lengths((beginning or b"").partition(b"\n")[0]))
@@ -200,21 +190,6 @@ def root_parts(path: Sequence[Turn]) -> Parts:
     """Return the parts of a path's last turn where it has its whole prompt, and no parent."""
     found = {name: each.as_root(path) for name, each in known.items() if any(name in turn.parts for turn in path)}
     return {name: packed for name, packed in found.items() if packed is not None}
-
-
-def prompt_parts(parts: Parts) -> Parts:
-    """Return the parts that a turn keeps where its reply is replaced by another one."""
-    return {name: packed for name, packed in parts.items() if part(name).is_of_prompt}
-
-
-def experience_fields(experience: Any, *, is_always_shown: bool) -> Json:
-    """Return the fields of an experience's JSON that show its parts: those that every experience has, or the others."""
-    return {
-        field: value
-        for name, each in known.items()
-        if each.is_always_shown is is_always_shown and (is_always_shown or name in experience.parts)
-        for field, value in each.of_experience(experience.parts.get(name), experience).items()
-    }
 
 
 def json_size(beginning: bytes | None) -> int:

@@ -18,9 +18,9 @@ from proxy.routes.control import Caller, CheckedRoute, Here, Id
 from proxy.routes.declared import Routes
 from proxy.routes.sessions import GAMMA_UNUSED
 from proxy.services import Beside, Services
-from turnwise.chains import experience_json
 from turnwise.errors import InvalidRequest
 from turnwise.features import advantages
+from turnwise.features.exports import experience_json
 from turnwise.json_text import dumps
 from turnwise.store import experiences
 from turnwise.store.database import Database

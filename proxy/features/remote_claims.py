@@ -31,9 +31,9 @@ from proxy.routes.control import (
 from proxy.routes.declared import Routes
 from proxy.services import Services
 from proxy.settings import ProxySettings
-from turnwise.chains import experience_json
 from turnwise.errors import Forbidden
 from turnwise.features import advantages, remote_claims
+from turnwise.features.exports import experience_json
 from turnwise.features.remote_claims import Held, Work
 from turnwise.json_text import dumps
 from turnwise.store import claims, experiences, policies
@@ -159,7 +159,8 @@ async def claim_groups(
 
     def read(connection: Connection) -> bytes:
         pks = [each.group_pk for each in held]
-        found = [*experiences.experiences_of_groups(connection, pks, policy_id=policy.policy_id)]
+        shape = dataclasses.replace(experiences.CLAIMED, policy_id=policy.policy_id)
+        found = [*experiences.experiences_of_groups(connection, pks, shape)]
         named = (dataclasses.replace(each, policy=policy.name) for each in advantages.in_groups(found))
         return b",".join([dumps(experience_json(each)) for each in named])
 

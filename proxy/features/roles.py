@@ -10,7 +10,8 @@ from fastapi import APIRouter, Response
 
 from proxy.routes.control import Body, Caller, CheckedRoute, Here, Id, answer, describe_answer
 from proxy.routes.declared import Routes
-from turnwise.store import selection, turns
+from turnwise.features import roles
+from turnwise.store import selection
 from turnwise.types import Role
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ChainRole:
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
     holder = await services.database.fetch(selection.session_of_turn, principal.tenant, turn_id, principal.session_id)
-    turn_ids = await services.writer.do(turns.set_chain_role, principal.tenant, turn_id, wanted.role)
+    turn_ids = await services.writer.do(roles.set_chain_role, principal.tenant, turn_id, wanted.role)
     services.forget_session(principal.tenant, holder)
     return answer(ChainRole(wanted.role, turn_ids))
 

@@ -202,7 +202,7 @@ def _stored_gauges(connection: Connection, tenant: str | None) -> dict[StoredGau
         **{("turnwise_groups", "status", status): count for status, count in unfinished.items()},
         **{("turnwise_trainers", "state", state.value): trainers[state] for state in trainer_reports.TrainerState},
     }
-    for update in updates.list_updates(connection, limit=1, tenant=tenant)[0]:
+    if update := updates.last_update(connection, tenant=tenant):
         found["turnwise_last_update", "", ""] = update.update_id
         found["turnwise_last_update_timestamp_seconds", "", ""] = update.created_at.timestamp()
         found["turnwise_last_update_reward_mean", "", ""] = update.metrics.get("reward_mean")

@@ -10,7 +10,8 @@ from support.proxies import RunningProxy
 from turnwise_fake_engine import RunningFakeEngine
 from turnwise_fake_engine.ledger import SeenCall
 
-from turnwise.store import schema, turns, updates
+from turnwise.features.page.updates import list_updates
+from turnwise.store import schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.store.sessions import list_sessions
@@ -37,7 +38,7 @@ def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
 def times_trained(database: Database) -> Counter[str]:
     counts: Counter[str] = Counter()
     with database.read() as connection:
-        for record in updates.list_updates(connection, limit=ALL)[0]:
+        for record in list_updates(connection, limit=ALL)[0]:
             counts.update(record.metrics)
     return counts
 

@@ -15,8 +15,7 @@ from turnwise_fake_engine import running_fake_engine
 
 from proxy.features.page.turns import Characters, characters
 from turnwise.store import keys
-from turnwise.store.trainer_reports import TrainerState, TrainerStatus, report_status
-from turnwise.types import utc_now
+from turnwise.store.trainer_reports import TrainerState, report_status
 
 PUBLIC = {"readyz"}
 WEB = importlib.resources.files("proxy.features.page.web")
@@ -42,9 +41,8 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
 
 def test_a_trainer_that_died_is_seen_where_an_operator_looks_and_calls_are_served_meanwhile(tmp_path):
     url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
-    died = TrainerStatus(trainer_id="t", text="IndexError: 7", state=TrainerState.DIED, reported_at=utc_now())
     with writing(url) as connection:
-        report_status(connection, died)
+        report_status(connection, "t", "IndexError: 7", TrainerState.DIED)
     with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:
         ready = httpx2.get(f"{proxy.url}/readyz")
         assert ready.status_code == 200

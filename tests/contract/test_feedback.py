@@ -45,10 +45,13 @@ def status_of_group(proxy: RunningProxy) -> tuple[str, int]:
         return status, num_finished
 
 
+WITH_IMPORTED = experiences.Shape(merge="chain", with_imported=True)
+
+
 def feedback_groups(database: Database) -> list[list[Any]]:
     with database.read() as conn:
         pks = imported_groups(conn)
-        found = [experiences.experiences_of_groups(conn, [pk], with_imported=True) for pk in pks]
+        found = [experiences.experiences_of_groups(conn, [pk], WITH_IMPORTED) for pk in pks]
         return [list(map(chain_of, each)) for each in found]
 
 

@@ -23,11 +23,10 @@ from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise_fake_engine.script import Fault, FaultKind
 
 from turnwise.features import policies
+from turnwise.features.policies import publish_next
 from turnwise.store import keys, rows, schema, trainer_reports
 from turnwise.store.database import Database
-from turnwise.store.trainer_reports import TrainerStatus
-from turnwise.store.versions import publish_next
-from turnwise.types import PolicyKind, utc_now
+from turnwise.types import PolicyKind
 
 FLAGS = ("--holdout-share", "0", "--policy-tenant", "a")
 ARMS = ("--canary-share", "0.5", "--canary-min-sessions", "2", "--canary-max-sessions", "2", "--holdout-share", "0.5")
@@ -423,7 +422,7 @@ def test_a_tenants_metrics_have_its_own_groups_trainers_and_last_update(world):
     with world.database.write() as conn:
         number = policies.find_policy(conn, "a", "support").policy_id
         for name in ("trainer", f"trainer/{number}"):
-            trainer_reports.report_status(conn, TrainerStatus(trainer_id=name, text="", reported_at=utc_now()))
+            trainer_reports.report_status(conn, name, "")
         for update, policy_id in ((1, 0), (2, number)):
             metrics = {"reward_mean": 0.25 * update, "trained_share": 0.5 * update}
             record = update_record(update, policy_id=policy_id, metrics=metrics)
@@ -451,7 +450,7 @@ def test_a_tenant_sees_no_trainer_and_no_update_of_another_tenants_policy(world)
         number, other = (policies.find_policy(conn, *each).policy_id for each in (("a", "support"), ("b", "own")))
         said = {"trainer": "2 of 8", f"trainer/{number}": "policy 'support': 3 of 8", f"trainer/{other}": "own"}
         for name, text in said.items():
-            trainer_reports.report_status(conn, TrainerStatus(trainer_id=name, text=text, reported_at=utc_now()))
+            trainer_reports.report_status(conn, name, text)
         for update, policy_id in ((1, number), (2, 0)):
             record = update_record(update, policy_id=policy_id)
             conn.execute(sa.insert(schema.updates).values(**rows.UPDATES.row(record)))

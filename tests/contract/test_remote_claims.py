@@ -14,10 +14,10 @@ from support.waiting import WAIT_SECONDS
 
 from turnwise import errors
 from turnwise.client import Client, wire
-from turnwise.store import schema, trainer_reports, versions
+from turnwise.features.policies import publish_next
+from turnwise.store import schema, trainer_reports
 from turnwise.store.database import Database
-from turnwise.store.trainer_reports import TrainerState, TrainerStatus
-from turnwise.types import Credit, PolicyKind, utc_now
+from turnwise.types import Credit, PolicyKind
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def client(empty_proxy, monkeypatch):
 @pytest.fixture
 def version(database):
     with database.write() as connection:
-        return versions.publish_next(connection, f"/{uuid.uuid4()}", PolicyKind.FULL, metrics={}).version
+        return publish_next(connection, f"/{uuid.uuid4()}", PolicyKind.FULL, metrics={}).version
 
 
 def group_rows(database, tenant="default"):
@@ -170,9 +170,8 @@ def test_a_claim_of_another_tenants_groups_is_empty_and_its_numbers_open_nothing
 
 def test_no_other_trainer_claims_while_one_of_ours_runs(client, database):
     add_finished(database, "a")
-    status = TrainerStatus(trainer_id="ours", text="4 of 32", state=TrainerState.RUNNING, reported_at=utc_now())
     with database.write() as connection:
-        trainer_reports.report_status(connection, status)
+        trainer_reports.report_status(connection, "ours", "4 of 32")
     with pytest.raises(errors.Conflict, match="'ours' trains this database"):
         client.claim("t")
     with database.write() as connection:

@@ -14,7 +14,8 @@ from support.proxies import running_proxy
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import running_fake_engine
 
-from turnwise.store import keys, versions
+from turnwise.features.policies import publish_next
+from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind
 
@@ -55,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with database.write() as conn:
         for version in range(4):
             (directory / f"v{version}").mkdir()
-            versions.publish_next(conn, str(directory / f"v{version}"), PolicyKind.FULL, metrics={})
+            publish_next(conn, str(directory / f"v{version}"), PolicyKind.FULL, metrics={})
         key_id, _ = keys.create_key(conn, "default", keys.KeyRole.AGENT, "to be revoked")
     database.close()
     with (

@@ -19,6 +19,7 @@ from support.waiting import WAIT_SECONDS, wait_until
 from trainer.features.devices import check_address
 from turnwise.errors import SettingsError
 from turnwise.features.page import overview
+from turnwise.features.page.updates import list_updates
 from turnwise.store import updates
 
 PORT = 29431
@@ -202,7 +203,7 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a
         assert [running[host].wait(WAIT_SECONDS) for host in two] == [0, 0], machines.log("host-a")[-3000:]
     with run.db.read() as conn:
         assert overview.count_rows(conn).groups == {"trained": 6}
-        assert [record.update_id for record in updates.list_updates(conn)[0]] == [3, 2, 1]
+        assert [record.update_id for record in list_updates(conn)[0]] == [3, 2, 1]
     run.db.close()
 
 

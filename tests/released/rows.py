@@ -15,7 +15,6 @@ from turnwise.features.ratings import draws, predictions
 from turnwise.store import keys, leases, rows, sessions, trainer_reports, turns
 from turnwise.store.database import Database
 from turnwise.store.schema import metadata, policy_versions
-from turnwise.store.trainer_reports import TrainerStatus
 from turnwise.types import PolicyKind, PolicyVersion, utc_now
 
 IMAGE = b"\x89PNG"
@@ -46,7 +45,7 @@ def fill_all(database: Database) -> str:
         lineage.note_version(conn, made, 0, {("t", "over"): {"t-over-t1": 0.5}}, {})
         leases.acquire_lease(conn, "reload", "one", 60)
         transfers.announce_weights(conn, "trainer", "http://trainer", utc_now())
-        trainer_reports.report_status(conn, TrainerStatus(trainer_id="trainer", text="waits", reported_at=utc_now()))
+        trainer_reports.report_status(conn, "trainer", "waits")
         trainer_reports.keep_state(conn, 0, {"buffer": [], "singles": []})
         key_id, key = keys.create_key(conn, "t", keys.KeyRole.ADMIN, "reads")
         limits.add_usage(conn, {("t", key_id, 1): 5})

@@ -57,7 +57,8 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
     from trainer.features.pace import Pace
     from trainer.features.stalled import Stalled
     from turnwise.errors import LeaseLost
-    from turnwise.store import claims, updates
+    from turnwise.features.page.updates import list_updates
+    from turnwise.store import claims
     from turnwise.store.database import Database
 
     database = Database(url, lock_timeout_seconds=60)
@@ -79,9 +80,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
     source = Claims(database, rule, holds=(Stalled, Pace))
     source.open(types.PolicyVersion(version=0, path="base"), 0)
     with database.read() as connection:
-        last = next(
-            (each for each in updates.list_updates(connection, limit=10_000)[0] if each.trainer_id == name), None
-        )
+        last = next((each for each in list_updates(connection, limit=10_000)[0] if each.trainer_id == name), None)
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
     while (batch := source.next(RunProgress(num_batches=1))) is not None:
         time.sleep(WORK_SECONDS)

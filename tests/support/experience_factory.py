@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.batch.chain import Chain, chain_of
 from trainer.features.supports.turns import Vocabulary, with_processors
-from turnwise.chains import EID, Experience
+from turnwise.chains import Experience
 
 
 def experience(
@@ -29,7 +29,6 @@ def experience(
     index = np.where(mask, np.minimum(np.cumsum(~mask) - 1, turns - 1), -1)
     ids = np.arange(1, len(mask) + 1) if tokens is None else np.array(tokens)
     stored = Experience(
-        eid=EID(batch=group_id),
         session_id=session_id,
         group_id=group_id,
         tenant=tenant,

@@ -21,8 +21,8 @@ from support.waiting import WAIT_SECONDS
 from trainer.batch.batch import build
 from trainer.features import Settings
 from trainer.features.devices import Sharded, leave_world
+from trainer.features.reference import Reference
 from trainer.model.agent import PolicyAgent
-from trainer.model.heads import Reference
 from trainer.model.model import Policy
 
 NUM_STEPS = 3

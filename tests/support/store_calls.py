@@ -20,10 +20,12 @@ from turnwise.features import (
     arms,
     consent,
     estimates,
+    evaluation,
     examples,
     feedback,
     forks,
     gate,
+    group_parts,
     images,
     inferred,
     labels,
@@ -35,6 +37,7 @@ from turnwise.features import (
     resumed,
     retention,
     rewinds,
+    roles,
     sentinels,
     stalled,
     summaries,
@@ -53,6 +56,7 @@ from turnwise.features.page import activity, overview, search
 from turnwise.features.page import updates as page_updates
 from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
+from turnwise.features.policies import publish_next
 from turnwise.features.prices import read_costs
 from turnwise.features.ratings import draws, predictions, rated
 from turnwise.features.remote_claims import Held, Work
@@ -78,7 +82,6 @@ from turnwise.store import (
 )
 from turnwise.store.policies import names_of_policies
 from turnwise.store.selection import SessionFilter
-from turnwise.store.trainer_reports import TrainerStatus
 from turnwise.types import (
     DEFAULT_POLICY,
     Outcome,
@@ -126,7 +129,7 @@ def _release_deleted(conn: sa.Connection) -> None:
 def _parts(conn: sa.Connection) -> None:
     """Let another policy have sampled all turns; delete its parts of the groups."""
     conn.execute(sa.update(schema.turns).where(schema.turns.c.session_pk.in_(range(1, 100))).values(policy_id=1))
-    groups.add_parts(conn, range(1, 100))
+    group_parts.add_parts(conn, range(1, 100))
     assert retention.prune(conn, NOW + WEEK).sessions
 
 
@@ -150,7 +153,7 @@ def _images(conn: sa.Connection) -> None:
 def _base(conn: sa.Connection) -> None:
     """Publish a first version by hand; bind an empty store to a model, and one that another release has bound."""
     conn.execute(sa.delete(schema.policy_versions).where(schema.policy_versions.c.version >= 0))
-    versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
+    publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     conn.execute(sa.delete(schema.policy_versions).where(schema.policy_versions.c.version >= 0))
     base = PolicyVersion(version=0, path="/no/model")
     versions.adopt_base(conn, base)
@@ -162,7 +165,7 @@ def _named_policies(conn: sa.Connection) -> None:
     conn.execute(sa.update(schema.policy_versions).values(kind=PolicyKind.LORA.value))
     support, _ = policies.create_policy(conn, "t", "support")
     policies.create_policy(conn, "t", "support")
-    adapter = versions.publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
+    adapter = publish_next(conn, "adapter", PolicyKind.LORA, metrics={}, policy_id=support.policy_id)
     for base in ("default", f"support@{adapter.version}"):
         policies.create_policy(conn, "t", f"of-{base[:3]}", base)
     policies.find_version(conn, "t", f"support@{adapter.version}")
@@ -197,7 +200,7 @@ def _lease(conn: sa.Connection) -> None:
 
 
 def _pins(conn: sa.Connection) -> None:
-    versions.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
+    publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
     rewinds.choose_version(conn, 1, pin=False)
     serving.serving_state(conn)
     versions.change_version(conn, 1, alarm="an alarm")
@@ -450,7 +453,7 @@ OF_TENANT: dict[str, Ask] = {
     "experiences of a group": lambda c: list(with_advantages(c, dataclasses.replace(TENANT, group_id="g"))),
     "experiences of groups": lambda c: list(experiences.experiences_of_groups(c, [1])),
     "last updates of sessions": lambda c: updates.last_updates(c, "t", ["s"]),
-    "versions of an evaluation": lambda c: experiences.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
+    "versions of an evaluation": lambda c: evaluation.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
     "imported sessions": lambda c: records.imported_digests(c, "t", ["s"]),
     "what a session waits for": lambda c: groups.progress_of(c, _session("member", group_id="g")),
     "how a session's calls are sampled": lambda c: samplings.newest_samplings(c, "t", "s"),
@@ -477,7 +480,7 @@ OF_TENANT: dict[str, Ask] = {
     ),
     "the path of a fork": lambda c: forks.read_path(c, _session("f"), "t-s-t2", before=True),
     "a fork": lambda c: [forks.copy_turns(c, _session("f"), "t-s-t1", ["t-s-t1", "t-s-t2"]) for _ in range(2)],
-    "a chain's role": lambda c: turns.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
+    "a chain's role": lambda c: roles.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
     "rewards": _rewards,
     "feedback": lambda c: (_feedback(c, "Rome"), _feedback(c, "Oslo"), feedback.feedback_of(c, "t", "s")),
     "feedback that is taken back": _withdrawn_feedback,
@@ -547,7 +550,7 @@ OF_ALL: dict[str, Ask] = {
     "updates": lambda c: page_updates.list_update_views(c, "t"),
     "later updates": lambda c: (
         page_updates.list_update_views(c, "t", after=9),
-        updates.list_updates(c, after=9, tenant="t"),
+        page_updates.list_updates(c, after=9, tenant="t"),
         updates.updates_after(c, 9),
     ),
     "the last update": lambda c: (
@@ -555,7 +558,7 @@ OF_ALL: dict[str, Ask] = {
         updates.last_update(c, policy_id=0),
         updates.last_update_id(c),
     ),
-    "digests of an update": lambda c: updates.trained_digests(c, 1),
+    "digests of an update": lambda c: records.trained_digests(c, 1),
     "groups for the metrics": groups.unfinished_groups,
     "imported groups": imported_groups,
     "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
@@ -590,7 +593,7 @@ OF_ALL: dict[str, Ask] = {
     "engine activity": lambda c: [activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
     "idle shares of engines": lambda c: activity.idle_shares(c, {1: (NOW - WEEK, NOW)}),
     "trainers": lambda c: (
-        trainer_reports.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
+        trainer_reports.report_status(c, "trainer", "waits"),
         trainer_reports.note_sign_of_life(c, "trainer"),
         trainer_reports.trainer_statuses(c, "t"),
         trainer_reports.delete_report(c, "trainer"),

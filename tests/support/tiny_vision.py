@@ -13,7 +13,7 @@ from support.served_vision import PROCESSOR, disturb_vectors
 
 from trainer.batch.chain import Chain, chain_of
 from trainer.features.images import opened
-from turnwise.chains import EID, Experience
+from turnwise.chains import Experience
 from turnwise.features.images import IMAGES, PlacedImage
 
 IMAGE, BORDER, VOCABULARY = 50, 51, 64
@@ -129,7 +129,6 @@ class Chains:
         turns = np.cumsum(np.diff(mask.astype(int), prepend=0) == 1) - 1
         num_turns = int(turns[-1]) + 1
         stored = Experience(
-            eid=EID(batch="g"),
             session_id=session_id,
             group_id="g",
             turn_ids=tuple(f"{session_id}-{turn}" for turn in range(num_turns)),

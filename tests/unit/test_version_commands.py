@@ -16,6 +16,7 @@ from support.tiny_checkpoints import write_adapter
 
 from turnwise.features import earned, policies
 from turnwise.features.estimates import ESTIMATE, Logged, estimate
+from turnwise.features.policies import publish_next
 from turnwise.store import rewards, serving, sessions, versions
 from turnwise.store.turns import append_turns
 from turnwise.types import PolicyKind, PolicyVersion, Reward, Session
@@ -31,7 +32,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             path = tmp_path / f"v{version}"
             if version != 1:
                 path.mkdir()
-            versions.publish_next(conn, str(path), PolicyKind.FULL, metrics={"reward_mean": version / 4})
+            publish_next(conn, str(path), PolicyKind.FULL, metrics={"reward_mean": version / 4})
         serving.activate_version(conn, 2)
     return url
 
@@ -123,7 +124,7 @@ def test_policies_are_listed_and_an_export_that_a_full_disk_stops_can_be_repeate
     adapter = write_adapter(tmp_path / "v000001")
     with writing(url) as conn:
         policy_id = policies.find_policy(conn, "default", "support").policy_id
-        versions.publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
+        publish_next(conn, str(adapter), PolicyKind.LORA, metrics={}, policy_id=policy_id)
     assert invoke("policies", "list", *at).output.startswith("tenant")
     exported = tmp_path / "exported"
     assert "no served version yet" in invoke("policies", "export", "support", str(exported), *at).stderr
@@ -152,7 +153,7 @@ def test_an_earlier_version_keeps_what_it_earned_whatever_is_played_later(tmp_pa
     url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
     with writing(url) as conn:
         for version in range(3):
-            versions.publish_next(conn, str(tmp_path / f"v{version}"), PolicyKind.FULL, metrics={})
+            publish_next(conn, str(tmp_path / f"v{version}"), PolicyKind.FULL, metrics={})
             for number in range(8):
                 play(conn, f"s{version}-{number}", version, version / 4)
         play(conn, "rolled-back", 0, 0.9)

@@ -36,8 +36,8 @@ class Scorer(Protocol):
     def logprobs_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the logprobs of the members' trained tokens. [M]."""
 
-    def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Return the critic's values of the members' trained tokens; only where the algorithm needs them. [M]."""
+    def column_of(self, name: str, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return a column of the members' trained tokens that a head computes, such as a critic's `values`. [M]."""
 
 
 class Algorithm(abc.ABC):
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def task(self) -> str:
-        return self.chains[0].eid.task
+        return self.chains[0].task_id
 
     @property
     def reward(self) -> float:

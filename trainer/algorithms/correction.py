@@ -10,6 +10,7 @@ Legend: L tokens and K turns of a chain.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -120,8 +121,14 @@ def with_reply(experience: Chain, reply: TokenIds) -> Chain:
     def joined(filler: float, value: float, dtype: type[np.generic]) -> Any:
         return np.concatenate([np.full(start, filler, dtype), np.full(len(reply), value, dtype)])
 
-    return experience.with_plain(
-        tokens=np.concatenate([experience.tokens[:start], reply]),
+    tokens, num_turns = np.concatenate([experience.tokens[:start], reply]), len(experience.turn_ids)
+    return dataclasses.replace(
+        experience,
+        temperatures=np.ones(num_turns, np.float32),
+        without_ratio=(None,) * num_turns,
+        is_known=np.ones(len(tokens), np.bool_),
+        terms={},
+        tokens=tokens,
         prompt_length=start,
         loss_mask=joined(False, True, np.bool_),
         turn_index=joined(-1, turn, experience.turn_index.dtype.type),

@@ -57,7 +57,7 @@ class GAE(GRPO):
         return [np.zeros(len(experience.turn_ids)) for experience in offer.offered]
 
     def credit(self, batch: Batch, members: Sequence[int], scorer: Scorer) -> tuple[Batch, Json]:
-        return with_values(batch, members, scorer.values_of(batch, members), self.settings)
+        return with_values(batch, members, scorer.column_of("values", batch, members), self.settings)
 
     def critic_loss(self, tokens: TrainedTokens) -> Tensor:
         values, old, returns = needed(tokens.values), needed(tokens.old_values), needed(tokens.returns)

@@ -1,4 +1,4 @@
-"""Policy gradients: what all share (ratio, clip, KL), and GRPO, RLOO, Dr. GRPO, REINFORCE++ and GDPO.
+"""Policy gradients: what all share (ratio, clip, KL), and GRPO, Dr. GRPO and GDPO.
 
 `PolicyGradient` chooses the groups that are trained, compares single sessions, and adds weights, entropy and KL. A
 subclass gives `policy_loss`, and `advantages` where a group is not compared by GRPO's rule.
@@ -162,18 +162,6 @@ class GRPO(PolicyGradient):
         return {"clip_fraction": cut}
 
 
-class RLOO(GRPO):
-    """REINFORCE leave one out: x_i − mean of the others. Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740)."""
-
-    name = "rloo"
-    scales_singles = False
-
-    def centre(self, values: Floats) -> Floats:
-        size = len(values)
-        centred: Floats = values - values.mean()
-        return centred * (size / (size - 1))
-
-
 class DrGRPO(GRPO):
     """Dr. GRPO: x_i − mean; a std favours easy and hard tasks. Liu et al. 2025 (arXiv:2503.20783), section 3.1."""
 
@@ -191,34 +179,6 @@ class DrGRPO(GRPO):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.session_tokens = settings.session_tokens
-
-    def centre(self, values: Floats) -> Floats:
-        return dr_grpo(values)
-
-
-class ReinforcePlusPlus(GRPO):
-    """REINFORCE++: rewards are normalised over the batch, in no groups. Hu et al. 2025 (arXiv:2501.03262)."""
-
-    name = "reinforce_plus_plus"
-    compares_singles = False
-
-    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:  # noqa: ARG002  it has no single sessions
-        those = compared(offer.offered)
-        return those.of_turns(whiten(those.values))
-
-
-class ReinforcePlusPlusBaseline(GRPO):
-    """REINFORCE++ with a baseline: x_i − mean of its group, then normalised over the batch. arXiv:2501.03262."""
-
-    name = "reinforce_plus_plus_baseline"
-    scales_singles = False
-
-    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
-        those = compared(offer.offered)
-        centred = np.zeros(len(those.values))
-        for place, advantages in zip(those.places, super().assign(offer, past), strict=True):
-            centred[place] = advantages
-        return those.of_turns(whiten(centred))
 
     def centre(self, values: Floats) -> Floats:
         return dr_grpo(values)

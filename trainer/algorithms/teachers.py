@@ -124,7 +124,7 @@ class Teachers:
         self._http.close()
 
     def _teachers_of(self, batch: Batch, member: int) -> list[Teacher]:
-        task = batch.experiences[member].eid.task
+        task = batch.experiences[member].task_id
         return [teacher for teacher in self._teachers if fnmatch.fnmatchcase(task, teacher.tasks)]
 
     def _score_chain(self, batch: Batch, member: int, teacher: Teacher) -> np.ndarray | Unscored:

@@ -16,7 +16,7 @@ from trainer.batch.batch import Batch, build
 from trainer.batch.chain import Chain, chain_of
 from trainer.batch.ratios import RESERVED, TrainedTokens
 from trainer.batch.selection import Selection, SelectionRule, check_advantages
-from turnwise.chains import EID, Experience
+from turnwise.chains import Experience
 from turnwise.errors import SettingsError
 from turnwise.types import Role
 
@@ -119,7 +119,8 @@ def _experience(group: str, run: int, reward: float) -> Chain:
     mask = np.array([False, True, True] * 2)
     session_id = f"{group}-{run}"
     stored = Experience(
-        eid=EID(batch=group, task=group, run=run),
+        task_id=group,
+        run=run,
         session_id=session_id,
         group_id=session_id if group == "single" else group,
         turn_ids=(f"{session_id}-0", f"{session_id}-1"),

@@ -191,7 +191,7 @@ def why_without_advantage(rows: Sequence[SingleValue], batch: Sequence[SingleVal
 
 
 def _agent_of(experience: Chain, kind_pattern: str | None) -> str:
-    found = None if kind_pattern is None else re.search(kind_pattern, experience.eid.task)
+    found = None if kind_pattern is None else re.search(kind_pattern, experience.task_id)
     if found is None:
         return f"agent {experience.agent}"
     return f"task {found.group(1 if found.re.groups else 0)}"

@@ -76,18 +76,6 @@ class Chain(Experience):
         """The terms without which the model would read other things than the policy that sampled."""
         return frozenset(name for name in self.parts if part(name).is_of_prompt)
 
-    def with_plain(self, **changes: Any) -> Chain:
-        """Return the chain with other tokens, which nothing but the model decides: those of a teacher, for example."""
-        num_turns = len(self.turn_ids)
-        return dataclasses.replace(
-            self,
-            temperatures=np.ones(num_turns, np.float32),
-            without_ratio=(None,) * num_turns,
-            is_known=np.ones(len(changes["tokens"]), np.bool_),
-            terms={},
-            **changes,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Turn:

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,9 +27,7 @@ from turnwise.chains import Experience
 from turnwise.errors import Conflict, LeaseLost, NotFound, StoreUnavailable
 from turnwise.store import (
     claims,
-    database,
     experiences,
-    rows,
     serving,
     trainer_reports,
     updates,
@@ -229,6 +226,7 @@ class Ledger:
         """Once it is to stop, nothing is waited for, and a batch in progress can still be acked."""
         self._is_alone = process is None
         self._terms = terms
+        self._shape = dataclasses.replace(experiences.CLAIMED, roles=settings.train_roles, policy_id=self.policy_id)
         self.holds: Sequence[Hold[Any]] = ()
         self._leases: dict[claims.Claim, Renewal] = {}
         self._signs: Renewal | None = None
@@ -304,15 +302,8 @@ class Ledger:
 
     def experiences_of(self, group_pks: Sequence[int], *, with_imported: bool = False) -> list[Chain]:
         """Return the chains of groups, by their numbers in the store, with the rewards that they have by now."""
-        of, roles = self.policy_id, self.settings.train_roles
-        found = self.read(
-            lambda conn: list(
-                experiences.experiences_of_groups(
-                    conn, group_pks, roles=roles, with_imported=with_imported, policy_id=of
-                )
-            )
-        )
-        return self.chains(found)
+        shape = dataclasses.replace(self._shape, with_imported=True) if with_imported else self._shape
+        return self.chains(self.read(lambda conn: list(experiences.experiences_of_groups(conn, group_pks, shape))))
 
     def chains(self, found: Iterable[Experience]) -> list[Chain]:
         """Return stored chains as they are trained, each asked about by the terms."""
@@ -412,13 +403,7 @@ class Ledger:
             text = f"policy {self.policy.name!r}: {text}"
         try:
             with self.db.write() as conn:
-                now = rows.from_micros(database.clock(conn))
-                starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
-                trainer_id = self.settings.trainer_id
-                status = trainer_reports.TrainerStatus(
-                    trainer_id=trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
-                )
-                trainer_reports.report_status(conn, status)
+                trainer_reports.report_status(conn, self.settings.trainer_id, text, state, seconds_left=seconds_left)
         except StoreUnavailable as error:
             log.warning("the trainer's status was not stored: %s", error)
 

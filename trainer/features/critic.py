@@ -54,7 +54,7 @@ class Critic(Head):
     def load(self, seed: int) -> None:  # noqa: ARG002  its first weights are zeros
         """Build the critic after the policy was loaded; a new one values each state 0."""
         policy = self._policy
-        if not policy.gives_hidden_states:
+        if policy.head is None:
             raise SettingsError(
                 f"a critic needs hidden states, and {policy.settings.model!r} is sharded or changes its logits after "
                 "the output layer: train in one process, use another model, or an algorithm without a critic"

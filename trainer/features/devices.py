@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.features.critic import NO_SHARDED_CRITIC
 from trainer.features.heartbeats import watch
+from trainer.features.optimizers import state_of
 from trainer.model.loading import (
     PACKED,
     WHOLE_MODEL,
@@ -196,10 +197,10 @@ def check_divisible(settings: TrainerSettings) -> None:
         SettingsError: Two settings do not fit together.
     """
     own = _own(settings)
-    if own.multi_devices and (settings.optimizer_state != "device" or settings.weights_dtype != "float32"):
+    if own.multi_devices and (state_of(settings) != "device" or settings.weights_dtype != "float32"):
         raise SettingsError(
             f"multi_devices=true shards float32 weights and moments over the processes, so it excludes "
-            f"optimizer_state={settings.optimizer_state!r} with weights_dtype={settings.weights_dtype!r}: set them to "
+            f"optimizer_state={state_of(settings)!r} with weights_dtype={settings.weights_dtype!r}: set them to "
             "'device' and 'float32'"
         )
     if own.replicas > 1 and not own.multi_devices:
@@ -216,7 +217,7 @@ def least_bytes(settings: TrainerSettings, num_parameters: int, num_processes: i
     if settings.kind is PolicyKind.LORA:
         each = float(weight)
     else:
-        masters = {"device": 8 if weight == GRADIENT_BYTES else 12, "8bit": 2, "host": 0}[settings.optimizer_state]
+        masters = {"device": 8 if weight == GRADIENT_BYTES else 12, "8bit": 2, "host": 0}[state_of(settings)]
         each = 2 * weight + masters
     whole_gradient = GRADIENT_BYTES if num_processes > 1 and settings.kind is PolicyKind.FULL else 0
     return int(num_parameters * (each * _own(settings).replicas / num_processes + whole_gradient))
@@ -264,6 +265,8 @@ class Sharded(Whole):
     def __init__(self, axis: str = "data") -> None:
         """`axis` names the mesh's dimension of shards."""
         self._axis = axis
+        self.syncs_every_row = False
+        """Whether the processes add up their gradients after each row, which takes less memory; else after the last."""
 
     def world(self) -> World:
         return Processes()
@@ -283,8 +286,8 @@ class Sharded(Whole):
             self._load_from_first(model, settings, lambda: load_model(settings, policy.attention))
         return model
 
-    def sync_gradients(self, policy: Policy, *, is_wanted: bool) -> None:
-        cast("Any", policy.model).set_requires_gradient_sync(is_wanted)
+    def sync_gradients(self, policy: Policy, *, is_last: bool) -> None:
+        cast("Any", policy.model).set_requires_gradient_sync(self.syncs_every_row or is_last)
 
     def settle(self, model: nn.Module) -> None:
         cast("Any", model).reshard()  # the outermost weights stay whole until a backward pass

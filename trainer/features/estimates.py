@@ -183,7 +183,7 @@ class Estimates(Beside[EstimateSettings]):
 
     def _logged(self, usable: Usable, weights: Mapping[SessionKey, tuple[float, Surprise]]) -> list[Logged]:
         pattern = self._ledger.settings.kind_pattern
-        kinds = {key: estimates.task_kind(chains[0].eid.task, pattern) for key, chains in usable.chains.items()}
+        kinds = {key: estimates.task_kind(chains[0].task_id, pattern) for key, chains in usable.chains.items()}
         return [
             Logged(
                 log_weight=weights[key][0],

@@ -20,11 +20,12 @@ from trainer.claims.holds import Beside, OfFirst
 from trainer.claims.ledger import Ledger, RunProgress
 from trainer.model.agent import PolicyAgent
 from turnwise.errors import NotFound, StoreUnavailable
+from turnwise.features import evaluation
 from turnwise.features.statistics import intervals
 from turnwise.processes import guard
 from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import Settings, child_environment, variable_name
-from turnwise.store import experiences, keys, serving, sessions, versions
+from turnwise.store import keys, serving, sessions, versions
 from turnwise.store.selection import SessionFilter
 from turnwise.types import (
     DEFAULT_POLICY_NAME,
@@ -106,7 +107,7 @@ class Evaluator:
         if not rewards:
             return {}
         with self._db.read() as conn:
-            oldest, newest = experiences.versions_sampled(conn, [_key(one) for one in ended])
+            oldest, newest = evaluation.versions_sampled(conn, [_key(one) for one in ended])
         gauges: Json = {
             "policy_version": newest,
             "oldest_policy_version": oldest,

@@ -184,4 +184,4 @@ def _named(shifts: Sequence[Shift]) -> str:
 
 
 def _name(experience: Chain) -> str:
-    return experience.eid.task or experience.session_id
+    return experience.task_id or experience.session_id

@@ -24,7 +24,9 @@ from trainer.batch.batch import Batch, Reals, Row
 from trainer.batch.forest import side_by_side
 from trainer.batch.ratios import Gauges
 from trainer.batch.selection import TOO_LONG, Unfit
+from trainer.features.devices import Sharded
 from trainer.features.gap import Verdicts
+from trainer.features.optimizers import state_of
 from trainer.model.agent import PolicyAgent
 from trainer.model.inputs import RowInputs
 from trainer.model.loading import base_of
@@ -159,7 +161,7 @@ class SavingAgent(PolicyAgent):
         """
         if not self._probes_rows():
             return
-        has_moments = is_new and self.settings.optimizer_state == "device"
+        has_moments = is_new and state_of(self.settings) == "device"
         reserved_bytes = 8 * sum(parameter.numel() for parameter in self.parameters()) if has_moments else 0
         while not self._fits(self.row_tokens, reserved_bytes):
             if self.can_checkpoint:
@@ -229,7 +231,9 @@ class SavingAgent(PolicyAgent):
         longest, wanted = limits.chain_tokens, self.settings.max_chain_tokens
         if longest is not None and (wanted is None or longest < wanted):
             self.settings = self.settings.model_copy(update={"max_chain_tokens": longest})
-        self.limits, self.syncs_every_row = limits, limits.syncs_every_row
+        self.limits = limits
+        if isinstance(self.policy.place, Sharded):
+            self.policy.place.syncs_every_row = limits.syncs_every_row
 
     def _probes_rows(self) -> bool:
         return self.policy.device.type == "cuda" and self.world.size == 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import logging
 import shutil
 import time
@@ -27,9 +26,7 @@ from trainer.claims.claims import Claims
 from trainer.claims.holds import Beside, Hold
 from trainer.claims.ledger import RunProgress, TrainerProcess
 from trainer.model.agent import PolicyAgent
-from trainer.model.heads import Head, Reference
 from trainer.model.model import Policy
-from trainer.model.optimizer import make_optimizer
 from trainer.settings import TrainerSettings
 from trainer.train import Features, Training
 from trainer.versions.resume import OptimizerLike
@@ -80,12 +77,9 @@ def make_parts(
         terms=shared.model.terms,
         holds=features.holds,
     )
-    heads: list[Head] = []
-    if settings.algorithm.needs_reference:
-        base = Policy(settings, features.terms) if settings.kind is PolicyKind.FULL else None
-        heads.append(Reference(shared.model, base))
-    learner = features.agent(shared.model, settings, heads + features.heads(shared.model))
-    return claims, learner, functools.partial(make_optimizer, settings=settings)
+    heads = [head for heads_of in features.heads for head in heads_of(shared.model)]
+    learner = features.agent(shared.model, settings, heads)
+    return claims, learner, lambda parameters: features.optimizer(parameters, settings)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -32,9 +32,6 @@ RowData = tuple[RowInputs, functools.partial[TrainedTokens]]
 class PolicyAgent:
     """A policy and how it learns."""
 
-    syncs_every_row = False
-    """Whether the processes add up their gradients after each row; else after the last one."""
-
     def __init__(self, policy: Policy, settings: TrainerSettings, heads: Sequence[Head] = ()) -> None:
         self.policy = policy
         self.settings = settings
@@ -96,13 +93,13 @@ class PolicyAgent:
         """Return the same, and the entropies of the distributions that they are of. [2, M]."""
         return self.without_gradient(lambda inputs: torch.stack(self.policy.logprobs(inputs)), batch, members, 2)
 
-    def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Return the values of the members' trained tokens, 0 for the other tokens; where a head has them. [M].
+    def column_of(self, name: str, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the column that a head computes of the members' trained tokens, 0 for the other tokens. [M].
 
         Raises:
             Unfit: Some of them cannot be computed.
         """
-        head = next(head for head in self.heads if head.column == "values")
+        head = next(head for head in self.heads if head.column == name)
         found: Reals = self.without_gradient(
             lambda inputs: head.of(inputs, self.policy.output(inputs)), batch, members
         )[0]
@@ -157,7 +154,7 @@ class PolicyAgent:
                 return row_data(self.policy, batch, row, weighed, proximal)
 
         for number, ((row, counts), data) in enumerate(ahead(own, prepare), 1):
-            self.policy.place.sync_gradients(self.policy, is_wanted=self.syncs_every_row or number == len(own))
+            self.policy.place.sync_gradients(self.policy, is_last=number == len(own))
             with self.computing(batch, row):
                 every = self.tokens(*data)
                 (tokens, _), *others = parts = self.algorithm.parts(every, batch, row)

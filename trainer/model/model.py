@@ -63,8 +63,8 @@ class Whole:
         """Return the policy's base model on its device, with the weights of a fresh adapter by the seed."""
         return policy.tuned(load_model(policy.settings, policy.attention).to(policy.device))
 
-    def sync_gradients(self, policy: Policy, *, is_wanted: bool) -> None:
-        """Say whether the next backward pass adds up the gradients of all processes."""
+    def sync_gradients(self, policy: Policy, *, is_last: bool) -> None:
+        """Prepare the backward pass of a row, and say whether it is the last one of a step."""
 
     def settle(self, model: nn.Module) -> None:
         """Divide what a forward pass without a backward one left whole."""
@@ -137,7 +137,7 @@ class Policy:
                 layer.compute_dtype = self.compute_dtype
         self.around = [around for term in self.terms if (around := term.around(self)) is not None]
         self.num_ids = int(self.config.vocab_size)
-        self._head = self._own_head() if self.place.is_whole else None
+        self.head = self._own_head() if self.place.is_whole else None
         self._tied: set[str] = set()
         if self.settings.kind is PolicyKind.FULL:
             self._tied = tied_names(self.base)
@@ -265,17 +265,12 @@ class Policy:
     def outputs(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same with what they are computed from: hidden states [U, H], or logits [U, V]."""
         output, of = self.output(inputs), (inputs.which, inputs.target, inputs.temperature, inputs.processing)
-        if self._head is None:
+        if self.head is None:
             logprobs, entropy = token_logprobs(output, None, *of)
         else:
             dtype = self.compute_dtype
-            logprobs, entropy = token_logprobs(output.to(dtype), self._head.weight.to(dtype), *of)
+            logprobs, entropy = token_logprobs(output.to(dtype), self.head.weight.to(dtype), *of)
         return logprobs, entropy, output
-
-    @property
-    def gives_hidden_states(self) -> bool:
-        """Whether its output is hidden states; else it is logits."""
-        return self._head is not None
 
     def _own_head(self) -> OutputLayer | None:
         """Return the output layer to compute chunk by chunk; None where the model's own forward pass is needed."""
@@ -296,7 +291,7 @@ class Policy:
             arguments["attention_mask"] = inputs.mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = inputs.keep
-        left_out = contextlib.nullcontext() if self._head is None else self._head.left_out()
+        left_out = contextlib.nullcontext() if self.head is None else self.head.left_out()
         with left_out, self.autocast(), self._entered(inputs):
             output = self.model(**arguments).logits
         if not self._keeps_logits:

@@ -207,8 +207,8 @@ def _named(output: Path | None, format_name: str) -> Path:
 
 
 def _experience_line(experience: Experience) -> Json:
-    from turnwise.chains import experience_json
     from turnwise.features.experts import experts_of
+    from turnwise.features.exports import experience_json
 
     shown = experience_json(experience)
     own = {"tenant": experience.tenant, "routed_experts": experts_of(experience)}

@@ -374,13 +374,13 @@ def updates(limit: int, place: DataPlace, *, as_json: bool) -> None:
             found = [_with_metrics(each, *_SHOWN) for each in itertools.islice(client.updates(), limit)]
             print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
             return
+    from turnwise.features.page.updates import list_updates
     from turnwise.store import extensions
     from turnwise.store import policies as stored_policies
-    from turnwise.store import updates as stored_updates
 
     with place.store() as store, store.read() as conn:
         names = {policy.policy_id: policy.name for policy in stored_policies.list_policies(conn)}
-        newest = stored_updates.list_updates(conn, limit=limit)[0]
+        newest = list_updates(conn, limit=limit)[0]
         columns = extensions.read_columns(conn, "update", None, [each.update_id for each in newest])
         listed = [
             columns.add(_with_metrics(values_of(each), *_SHOWN), each.update_id) | {"policy": names.get(each.policy_id)}

@@ -21,7 +21,7 @@ from turnwise.features.copies import session_copies
 from turnwise.store import schema
 from turnwise.store.database import Database
 from turnwise.store.schema import metadata, policies, policy_versions, sessions, turns
-from turnwise.store.statements import insert_new_rows, sequence_of
+from turnwise.store.statements import insert_new_rows
 from turnwise.types import DEFAULT_POLICY
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
@@ -70,9 +70,19 @@ def portions_of_unreleased(conn: sa.Connection, table: sa.Table) -> Iterator[Seq
 
 
 def _turn(row: Row) -> Row:
-    found = parts.parts_of_columns(row)
+    found = dict(_with_parts(row))
     of_session, policy_id = found.pop("of_session"), found.get("policy_id")
     return {**found, "policy_id": of_session if policy_id is None else policy_id}
+
+
+def _with_parts(row: Row) -> Row:
+    """Return a turn's row with its parts packed, where it has them in the columns of before turns had parts."""
+    if "parts" in row:
+        return dict(row)
+    columns = {each.column: name for name, each in parts.known.items() if each.column is not None}
+    found = {name: row[column] for column, name in columns.items() if row.get(column) is not None}
+    packed = {name: value.encode() if parts.part(name).is_text else value for name, value in found.items()}
+    return {name: value for name, value in row.items() if name not in columns} | {"parts": parts.pack_parts(packed)}
 
 
 def _demonstrations(conn: sa.Connection) -> Iterator[Sequence[Row]]:
@@ -145,4 +155,5 @@ def _continue_numbers(conn: sa.Connection, key: sa.Column[int]) -> None:
     if conn.dialect.name == "sqlite":
         return
     highest = sa.select(sa.func.max(key)).scalar_subquery()
-    conn.execute(sa.select(sa.func.setval(sequence_of(key), highest)).where(highest > 0))  # a default policy has 0
+    sequence = sa.func.pg_get_serial_sequence(key.table.name, key.name)
+    conn.execute(sa.select(sa.func.setval(sequence, highest)).where(highest > 0))  # a default policy has 0

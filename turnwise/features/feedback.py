@@ -24,7 +24,7 @@ from turnwise.chains import Experience
 from turnwise.errors import InvalidRequest, NotFound, TurnwiseError
 from turnwise.features import forks, retention
 from turnwise.features.copies import session_copies
-from turnwise.parts import Part, prompt_parts
+from turnwise.parts import Part, part
 from turnwise.store import rewards, rows
 from turnwise.store.extensions import Extension
 from turnwise.store.rewards import add_rewards, claim_key
@@ -151,7 +151,7 @@ def written(member: Member, text: str, token_ids: TokenIds) -> Member:
         reason=chains.IMPORTED,
         policy_version_first=chains.NO_POLICY,
         policy_version_last=chains.NO_POLICY,
-        parts=prompt_parts(member.turn.parts),
+        parts={name: packed for name, packed in member.turn.parts.items() if part(name).is_of_prompt},
     )
     return dataclasses.replace(member, turn=turn)
 

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import rows
 from turnwise.store.extensions import Extension
-from turnwise.store.policies import find_policy, get_policy, list_policies
+from turnwise.store.policies import find_policy, get_policy, is_named, list_policies
 from turnwise.store.rows import from_micros, to_micros
 from turnwise.store.schema import (
     DELETED,
@@ -32,10 +32,27 @@ from turnwise.store.schema import (
     turns,
     updates,
 )
+from turnwise.store.selection import has_policy
 from turnwise.store.serving import serving_state
 from turnwise.store.statements import insert_ignoring
-from turnwise.store.versions import get_version, known_version, list_versions, no_version, publish_next
-from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Policy, PolicyKind, PolicyStatus, PolicyVersion, utc_now
+from turnwise.store.versions import (
+    get_version,
+    highest_version,
+    known_version,
+    list_versions,
+    no_version,
+    publish_version,
+)
+from turnwise.types import (
+    DEFAULT_POLICY,
+    DEFAULT_POLICY_NAME,
+    Json,
+    Policy,
+    PolicyKind,
+    PolicyStatus,
+    PolicyVersion,
+    utc_now,
+)
 
 MAX_NAME = 100
 MAX_DIGITS = 10
@@ -296,6 +313,31 @@ def measured_versions(conn: sa.Connection, policy_id: int) -> list[PolicyVersion
     return list_versions(conn, limit=MAX_MEASURED, policy_ids=[policy_id])[0]
 
 
+def publish_next(
+    conn: sa.Connection,
+    path: str,
+    kind: PolicyKind,
+    *,
+    metrics: Json,
+    version: int | None = None,
+    policy_id: int = DEFAULT_POLICY,
+) -> PolicyVersion:
+    """Publish a version of a policy, by default with the number after the highest of all policies, and return it.
+
+    Version 0 is the engine's own model, also where its files are not here: a turn that it sampled names it.
+
+    Raises:
+        Conflict: as `publish_version`.
+    """
+    if version is None:
+        highest = highest_version(conn)
+        is_first = highest is None and policy_id == DEFAULT_POLICY
+        has_sampled = is_first and conn.execute(sa.select(sa.func.min(turns.c.turn_id))).scalar_one() is not None
+        version = 0 if is_first and not has_sampled else (highest or 0) + 1
+    publish_version(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
+    return get_version(conn, version)
+
+
 def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
     """Check that a new version leaves the weights below all adapters as they are."""
     named = sa.select(policies.c.policy_id).where(policies.c.tenant != NO_TENANT)  # the archived ones too
@@ -317,4 +359,8 @@ def check_publishable(conn: sa.Connection, version: PolicyVersion) -> None:
         )
 
 
-EXTENSION = Extension(publishable=check_publishable)
+def _has_policy(name: str, tenant: str | None) -> sa.ColumnElement[bool]:
+    return has_policy(lambda policy_id: is_named(policy_id, tenant, name))
+
+
+EXTENSION = Extension(publishable=check_publishable, conditions={"policy": _has_policy})

@@ -9,14 +9,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store import extensions
+from turnwise.store import extensions, rows
+from turnwise.store.experiences import next_rows
 from turnwise.store.policies import names_of_policies
-from turnwise.store.schema import sessions
-from turnwise.store.selection import SessionFilter, rows_in_batches
+from turnwise.store.schema import sessions, trained_sessions
+from turnwise.store.selection import SessionFilter
 from turnwise.store.sessions import sessions_with_lines
 from turnwise.store.turns import TurnView, turn_views, turns_of
-from turnwise.store.updates import Updates
-from turnwise.types import Reward, Session, Turn
+from turnwise.store.updates import Updates, turn_digests
+from turnwise.types import Reward, Session, SessionKey, Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def count_sessions(conn: sa.Connection, wanted: SessionFilter) -> int:
 def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[SessionRecord]:
     """Yield the sessions that a filter selects, oldest first, over a transaction that stays open meanwhile."""
     names = names_of_policies(conn)
-    for found in rows_in_batches(conn, *wanted.clauses()):
+    clauses, found = wanted.clauses(), list[rows.StoredRow]()
+    while found := [*next_rows(conn, found, *clauses)]:
         turns = turns_of(conn, [row.session_pk for row in found])
         ids, always = [row.session_id for row in found], extensions.always_on()
         columns = {
@@ -69,3 +71,21 @@ def imported_digests(conn: sa.Connection, tenant: str, session_ids: Collection[s
     )
     chosen = {session_id: json.loads(text).get("imported") for session_id, text in found}  # perhaps by a client
     return {name: value.get("digest", "") if isinstance(value, dict) else "" for name, value in chosen.items()}
+
+
+def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, tuple[bytes | None, bytes | None]]:
+    """Return the digests of the sessions of an update that are still stored: as recorded with it, and as they are now.
+
+    The recorded one is None if a turn was deleted before the update was recorded.
+    """
+    found = conn.execute(
+        sa.select(sessions.c.tenant, sessions.c.session_id, trained_sessions.c.advantages, trained_sessions.c.digest)
+        .join_from(trained_sessions, sessions)
+        .where(trained_sessions.c.update_id == update_id)
+    ).all()
+    advantages: list[dict[str, float]] = [json.loads(row.advantages) for row in found]
+    of_turns = turn_digests(conn, {turn_id for each in advantages for turn_id in each})
+    return {
+        (row.tenant, row.session_id): (row.digest, rows.session_digest(each, of_turns))
+        for row, each in zip(found, advantages, strict=True)
+    }

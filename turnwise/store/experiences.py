@@ -5,9 +5,6 @@ Sessions are read in batches, so a long history streams in bounded memory.
 
 Where several policies sampled in a session, each has the session's rewards for its own turns, as if it had sampled
 alone. The turns of the others are steps that it does not train, as those of roles that are not trained.
-
-For an evaluation the version is read from the turns, because engines may serve another version than the one that was to
-be evaluated.
 """
 
 from __future__ import annotations
@@ -26,15 +23,16 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from turnwise import chains
-from turnwise.chains import EID, ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
+from turnwise.chains import ChainTokens, Experience, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.parts import Loaded, load_parts
-from turnwise.store import extensions, rows
+from turnwise.store import extensions
 from turnwise.store.database import Database
 from turnwise.store.rewards import rewards_of
 from turnwise.store.rows import StoredRow
-from turnwise.store.schema import groups, sessions, turns
-from turnwise.store.selection import SessionFilter, next_rows
+from turnwise.store.schema import groups, sessions
+from turnwise.store.selection import SessionFilter
+from turnwise.store.statements import num_within
 from turnwise.store.turns import turns_of
 from turnwise.store.updates import Updates, trained_in
 from turnwise.types import (
@@ -45,13 +43,14 @@ from turnwise.types import (
     Outcome,
     Reward,
     Role,
-    Session,
-    SessionKey,
     SessionStatus,
     Split,
     Turn,
 )
 
+_SESSIONS_AT_ONCE = 32
+_TURNS_AT_ONCE = 500
+"""Most sessions, and most turns of several sessions, that are read at once."""
 MAY_BE_TRAINED = sessions.c.train == 1
 
 
@@ -80,7 +79,7 @@ class Shape:
 Source: TypeAlias = sa.Connection | Database
 """Where experiences are read: in one transaction, or in one for each page of sessions, so that a slow reader holds
 none open."""
-PER_TURN, PER_CHAIN = Shape(), Shape(merge="chain")
+PER_TURN, PER_CHAIN, CLAIMED = Shape(), Shape(merge="chain"), Shape(merge="chain", with_files=True)
 
 
 def experiences(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) -> Iterator[Experience]:
@@ -95,18 +94,12 @@ def experiences(source: Source, wanted: SessionFilter, shape: Shape = PER_TURN) 
 
 
 def experiences_of_groups(
-    conn: sa.Connection,
-    group_pks: Sequence[int],
-    *,
-    roles: Collection[Role] = TRAINED_ROLES,
-    with_imported: bool = False,
-    policy_id: int | None = None,
+    conn: sa.Connection, group_pks: Sequence[int], shape: Shape = CLAIMED
 ) -> Iterator[Experience]:
     """Yield one experience per chain of the finished sessions of these groups, over a transaction that stays open.
 
     A part of a group has the sessions of the group.
     """
-    shape = Shape(roles=roles, merge="chain", with_imported=with_imported, with_files=True, policy_id=policy_id)
     whole = sa.select(sa.func.coalesce(groups.c.part_of, groups.c.group_pk)).where(groups.c.group_pk.in_(group_pks))
     clauses = [sessions.c.group_pk.in_(whole), sessions.c.status != SessionStatus.OPEN.value, MAY_BE_TRAINED]
     return stream(conn, clauses, shape)
@@ -125,6 +118,14 @@ def session_credit(conn: sa.Connection, session_pk: int, policy_id: int) -> Sess
 
 def opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
     return source.read() if isinstance(source, Database) else contextlib.nullcontext(source)
+
+
+def next_rows(conn: sa.Connection, before: Sequence[StoredRow], *wanted: sa.ColumnElement[bool]) -> Sequence[StoredRow]:
+    """Return the rows of the sessions after these, oldest first, as many as have turns that can be read at once."""
+    behind = before[-1].session_pk if before else 0
+    page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
+    found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
+    return found[: num_within((row.num_turns for row in found), _TURNS_AT_ONCE)]
 
 
 def stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Shape) -> Iterator[Experience]:
@@ -172,7 +173,7 @@ def _assigned(turns: Sequence[Turn], lines: Sequence[Reward], credit: Credit, **
 
 
 def _of_session(
-    row: rows.StoredRow,
+    row: StoredRow,
     turns: Sequence[Turn],
     lines: Sequence[Reward],
     updates: Updates,
@@ -186,12 +187,18 @@ def _of_session(
         gamma=row.gamma if shape.gamma is None else shape.gamma,
         reward_bonus_coeff=shape.reward_bonus_coeff,
     )
-    session = rows.SESSIONS.record(row, reward=assigned.reward)
+    of_session: Json = {
+        "status": row.status,
+        "termination_reason": row.termination_reason,
+        "metadata": json.loads(row.metadata),
+        "credit": (shape.credit or Credit(row.credit)).value,
+        "single": row.opened_by != IMPORT and (row.group_id is None or row.group_size == 1),
+    }
     by_id = {turn.turn_id: turn for turn in turns}
     merged = merge_session(turns, loaded) if shape.merge == "chain" else split_session(turns, loaded)
     for sequence in merged:
         agent = agent_digest(chains.lineage(sequence.turns[0], by_id)[0].messages)
-        yield _experience(session, sequence, assigned, updates, agent, shape.credit)
+        yield _experience(row, sequence, assigned, updates, agent, of_session)
 
 
 def agent_digest(messages: Sequence[Json]) -> str:
@@ -213,12 +220,12 @@ def _trained(turn: Turn, shape: Shape) -> Turn:
 
 
 def _experience(
-    session: Session,
+    session: StoredRow,
     sequence: ChainTokens,
     credit: SessionCredit,
     updates: Updates,
     agent: str,
-    other_policy: Credit | None,
+    of_session: Json,
 ) -> Experience:
     turn_ids = tuple(turn.turn_id for turn in sequence.turns)
     steps = tuple(turn.seq if turn.step is None else turn.step for turn in sequence.turns)
@@ -226,10 +233,11 @@ def _experience(
     # After a roll back in the middle of a turn, the version of its last token is the older one.
     versions = [version for turn in sequence.turns for version in (turn.policy_version_first, turn.policy_version_last)]
     return Experience(
-        eid=EID(batch=group_id, task=session.task_id or "", run=session.run, step=steps[0], suffix=turn_ids[0]),
         session_id=session.session_id,
         group_id=group_id,
         tenant=session.tenant,
+        task_id=session.task_id or "",
+        run=session.run,
         turn_ids=turn_ids,
         turn_steps=steps,
         tokens=sequence.tokens,
@@ -247,15 +255,11 @@ def _experience(
         reward=credit.reward,
         policy_version_first=min(versions),
         policy_version_last=max(versions),
-        split=session.split,
+        split=Split(session.split),
         trained_in=tuple(update for update, advantages in updates if not advantages.keys().isdisjoint(turn_ids)),
         metrics={"num_turns": len(turn_ids), "num_tokens": int(sequence.loss_mask.sum())},
         info={
-            "status": session.status.value,
-            "termination_reason": session.termination_reason,
-            "metadata": session.metadata,
-            "credit": (other_policy or session.credit).value,
-            "single": session.opened_by != IMPORT and (session.group_id is None or session.group_size == 1),
+            **of_session,
             "agent": agent,
             "roles": [turn.role or Role.MAIN for turn in sequence.turns],
             "sampling": [turn.sampling for turn in sequence.turns],  # one entry per turn
@@ -271,17 +275,3 @@ def _advantages(turn_ids: Sequence[str], updates: Updates) -> npt.NDArray[np.flo
         if advantages.keys() >= set(turn_ids):
             return np.array([advantages[turn_id] for turn_id in turn_ids], np.float64)
     return None
-
-
-def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> tuple[int | None, int | None]:
-    """Return the oldest and the newest version that sampled these eval sessions; None without turns."""
-    row = conn.execute(
-        sa.select(sa.func.min(turns.c.policy_version_first), sa.func.max(turns.c.policy_version_last))
-        .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
-        .where(
-            sessions.c.split == Split.EVAL.value,
-            turns.c.policy_id == sessions.c.policy_id,
-            sa.tuple_(sessions.c.tenant, sessions.c.session_id).in_(list(keys)),
-        )
-    ).one()
-    return row[0], row[1]

@@ -6,6 +6,7 @@ feature; all of them may be empty.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +49,19 @@ Opened: TypeAlias = "Callable[[sa.Connection, Sequence[Session]], list[Session]]
 """Takes sessions that are about to be created; returns them as they are stored, in the same order."""
 
 
+class GroupEvent(enum.StrEnum):
+    """What may have happened to a group."""
+
+    CLOSED = "closed"
+    OPENED = "opened"
+    REVISED = "revised"
+    """A trained group is ready again."""
+    GONE = "gone"
+
+
+OfGroups: TypeAlias = "Callable[[sa.Connection, GroupEvent, Collection[int]], None]"
+
+
 class Extension(NamedTuple):
     """One feature's part in the store."""
 
@@ -73,6 +87,8 @@ class Extension(NamedTuple):
     """Takes a version that is about to be published for the first time, and refuses it with an error."""
     of_keys: Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]] | None = None
     """Takes API keys; returns other values of fields of `turnwise.store.keys.Key` for some of them."""
+    of_groups: OfGroups | None = None
+    """Takes groups by their keys, some of which something has happened to, in the transaction of that."""
     tables_of_tenants: tuple[sa.Table, ...] = ()
     """Tables whose rows go with their tenant, with a column `tenant`."""
     tables_of_sessions: tuple[sa.Table, ...] = ()
@@ -90,6 +106,7 @@ opened: list[Opened] = []
 after_change: list[Callable[[sa.Connection, Session], None]] = []
 after_copy: list[Callable[[sa.Connection, SessionKey, Collection[str]], None]] = []
 of_keys: list[Callable[[sa.Connection, Sequence[KeyName]], Mapping[KeyName, Mapping[str, Any]]]] = []
+of_groups: list[OfGroups] = []
 publishable: list[Callable[[sa.Connection, PolicyVersion], None]] = []
 after_append: list[Callable[[sa.Connection, Sequence[Mapping[str, Any]]], None]] = []
 credited: list[Callable[[Sequence[Turn]], Sequence[Turn]]] = []
@@ -111,6 +128,7 @@ def use(extensions: Iterable[Extension]) -> None:
     after_change[:] = [each.after_change for each in found if each.after_change is not None]
     after_copy[:] = [each.after_copy for each in found if each.after_copy is not None]
     of_keys[:] = [each.of_keys for each in found if each.of_keys is not None]
+    of_groups[:] = [each.of_groups for each in found if each.of_groups is not None]
     publishable[:] = [each.publishable for each in found if each.publishable is not None]
     after_append[:] = [each.after_append for each in found if each.after_append is not None]
     credited[:] = [each.credited for each in found if each.credited is not None]

@@ -3,8 +3,7 @@
 A group's state changes in the transaction of the session that causes the change, so a group is ready at the commit
 that completes it. Turns do not change groups, because turns are the hot path.
 
-All sessions of a group have one policy of their own. Other policies that sampled in them get a part of the group each,
-in the transaction that makes the group ready. A part is claimed, trained, dropped and made ready again like a group.
+All sessions of a group have one policy of their own. What a feature has with groups follows in the same transaction.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
+from turnwise.store import extensions
+from turnwise.store.extensions import GroupEvent
 from turnwise.store.rows import StoredRow, to_micros
 from turnwise.store.schema import groups, sessions, turns
 from turnwise.store.selection import LockedSession, has_policy
@@ -30,15 +31,6 @@ log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
 MOST_UNFINISHED = 10_000
-PARTS_AT_ONCE = 500
-_TRAINABLE = [outcome.value for outcome in TRAINABLE_OUTCOMES]
-_OF_A_PART = frozenset(
-    {
-        *("group_pk", "part_of", "policy_id", "policy_version_first", "num_sessions", "num_finished"),
-        *("fencing_token", "trainer_id", "leased_until", "update_id"),
-    }
-)
-"""Columns in which a part differs from its group."""
 OPEN_WITH_REWARD = sa.and_(
     sessions.c.status == sa.literal_column(f"'{SessionStatus.OPEN.value}'"),
     sessions.c.num_rewards > sa.literal_column("0"),
@@ -63,7 +55,7 @@ class GroupChange:
         found = conn.execute(change.returning(groups.c.group_id, groups.c.group_pk)).all()
         changed = [row.group_id for row in found]
         if changed:
-            add_parts(conn, [row.group_pk for row in found])
+            _note(conn, GroupEvent.CLOSED, [row.group_pk for row in found])
             named = ", ".join(changed[:NAMED_GROUPS]) + (" …" if len(changed) > NAMED_GROUPS else "")
             log.warning("%s: %s", self.done % len(changed), named)
         return changed
@@ -171,7 +163,7 @@ def leave(
     )
     gone = found.all()
     if gone:
-        conn.execute(sa.delete(groups).where(is_among(conn.dialect, groups.c.part_of, [row.group_pk for row in gone])))
+        _note(conn, GroupEvent.GONE, [row.group_pk for row in gone])
     return [(row.tenant, row.group_id) for row in gone]
 
 
@@ -184,15 +176,15 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
         sa.update(groups).where(groups.c.group_pk == group_pk).values(group_size=session.group_size, **changed)
     )
     if is_complete:
-        add_parts(conn, [group_pk])
+        _note(conn, GroupEvent.CLOSED, [group_pk])
 
 
 def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     # SQLite must search by the keys, not by the status, which most groups have.
     is_trained = unindexed(groups.c.status) == GroupStatus.TRAINED.value
-    for key in (groups.c.group_pk, groups.c.part_of):
-        revised = sa.update(groups).where(is_among(conn.dialect, key, group_pks), is_trained)
-        conn.execute(revised.values(**ready("revised")))
+    revised = sa.update(groups).where(is_among(conn.dialect, groups.c.group_pk, group_pks), is_trained)
+    conn.execute(revised.values(**ready("revised")))
+    _note(conn, GroupEvent.REVISED, group_pks)
 
 
 def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -> None:
@@ -223,7 +215,7 @@ def finish(conn: sa.Connection, finished: Iterable[StoredRow | LockedSession]) -
         # A fixed order prevents deadlocks between two writers.
         [{"pk": pk, "num_new": num_new[pk], "version": oldest.get(pk)} for pk in sorted(num_new)],
     )
-    add_parts(conn, num_new)
+    _note(conn, GroupEvent.CLOSED, num_new)
 
 
 def take_back(conn: sa.Connection, group_pk: int) -> None:
@@ -239,46 +231,12 @@ def take_back(conn: sa.Connection, group_pk: int) -> None:
             ready_at=sa.case((waits, None), else_=groups.c.ready_at),
         )
     )
-    is_open = sa.select(groups.c.group_pk).where(
-        groups.c.group_pk == group_pk, groups.c.status == GroupStatus.OPEN.value
-    )
-    conn.execute(sa.delete(groups).where(groups.c.part_of.in_(is_open), groups.c.status == GroupStatus.READY.value))
+    _note(conn, GroupEvent.OPENED, [group_pk])
 
 
-def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
-    """Add the parts of groups that are no longer open: one for each other policy with trainable turns in them.
-
-    A part that exists stays as it is.
-    """
-    found = conn.execute(
-        sa.select(
-            *(c for c in groups.c if c.name not in _OF_A_PART),
-            groups.c.group_pk.label("part_of"),
-            turns.c.policy_id,
-            sa.func.min(turns.c.policy_version_first).label("policy_version_first"),
-            sa.func.count(sa.distinct(turns.c.session_pk)).label("num_sessions"),
-        )
-        .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
-        .join(turns, turns.c.session_pk == sessions.c.session_pk)
-        .where(
-            is_among(conn.dialect, sessions.c.group_pk, group_pks),
-            is_among(conn.dialect, groups.c.group_pk, group_pks),  # PostgreSQL infers it of single keys alone
-            unindexed(groups.c.status) != GroupStatus.OPEN.value,
-            sessions.c.status != SessionStatus.OPEN.value,
-            sessions.c.num_rewards > 0,
-            sessions.c.train == 1,
-            turns.c.policy_id != groups.c.policy_id,
-            turns.c.outcome.in_(_TRAINABLE),
-        )
-        .group_by(groups.c.group_pk, turns.c.policy_id)
-    )
-    parts = [dict(row._mapping) for row in found]  # noqa: SLF001  SQLAlchemy's public name
-    for part in parts:
-        part |= {"num_finished": part["num_sessions"], "fencing_token": 0}
-        if part["status"] == GroupStatus.CLAIMED:
-            part["status"] = GroupStatus.READY.value
-    for start in range(0, len(parts), PARTS_AT_ONCE):
-        insert_new_rows(conn, groups, parts[start : start + PARTS_AT_ONCE], "group_pk")
+def _note(conn: sa.Connection, event: GroupEvent, group_pks: Collection[int]) -> None:
+    for note in extensions.of_groups:
+        note(conn, event, group_pks)
 
 
 class Progress(NamedTuple):
@@ -308,7 +266,7 @@ def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[in
         .join_from(turns, sessions)
         .where(
             is_among(conn.dialect, turns.c.session_pk, session_pks),
-            turns.c.outcome.in_(_TRAINABLE),
+            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
             turns.c.policy_id == sessions.c.policy_id,
         )
         .group_by(sessions.c.group_pk)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -14,14 +13,10 @@ import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import extensions, rows
-from turnwise.store.policies import is_named
 from turnwise.store.schema import DELETED, sessions, turns
-from turnwise.store.statements import fetch_rows, num_within, read_page, size_of
+from turnwise.store.statements import fetch_rows, read_page, size_of
 from turnwise.types import Session, SessionKey, SessionStatus, Split
 
-_SESSIONS_AT_ONCE = 32
-_TURNS_AT_ONCE = 500
-"""Most sessions, and most turns of several sessions, that are read at once."""
 _EQUAL = frozenset(sessions.c.keys()) - {"metadata", "train"}
 """Columns that equal the filter's field of this name."""
 
@@ -59,7 +54,7 @@ class SessionFilter:
         if not self.tenant and self.status is None:
             wanted.append(sessions.c.status != DELETED)
         if self.policy is not None:
-            wanted.append(has_policy(functools.partial(is_named, tenant=self.tenant, name=self.policy)))
+            wanted.append(extensions.condition("policy", self.policy, self.tenant))
         if self.metadata is not None:
             wanted.append(_has_metadata(self.metadata))
         if self.label is not None:
@@ -88,23 +83,6 @@ def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
     pair = rows.dump({key: value})[1:-1]
     # Not LIKE: SQLite's ignores the case of ASCII letters.
     return sa.or_(*(sa.func.replace(sessions.c.metadata, pair + end, "") != sessions.c.metadata for end in ",}"))
-
-
-def rows_in_batches(conn: sa.Connection, *wanted: sa.ColumnElement[bool]) -> Iterator[Sequence[rows.StoredRow]]:
-    """Yield the rows of sessions, oldest first, a batch of them where their turns are few enough to be read at once."""
-    batch: Sequence[rows.StoredRow] = ()
-    while batch := next_rows(conn, batch, *wanted):
-        yield batch
-
-
-def next_rows(
-    conn: sa.Connection, before: Sequence[rows.StoredRow], *wanted: sa.ColumnElement[bool]
-) -> Sequence[rows.StoredRow]:
-    """Return the batch of `rows_in_batches` that follows this one, or the first after an empty one."""
-    behind = before[-1].session_pk if before else 0
-    page = sa.select(sessions).where(*wanted, sessions.c.session_pk > behind).order_by(sessions.c.session_pk)
-    found = conn.execute(page.limit(_SESSIONS_AT_ONCE)).all()
-    return found[: num_within((row.num_turns for row in found), _TURNS_AT_ONCE)]
 
 
 def session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:

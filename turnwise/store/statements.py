@@ -39,10 +39,6 @@ def delete_some(conn: sa.Connection, table: sa.Table, wanted: sa.ColumnElement[b
     return conn.execute(sa.delete(table).where(sa.tuple_(*key).in_(some))).rowcount
 
 
-def sequence_of(key: sa.Column[int]) -> sa.Function[Any]:
-    return sa.func.pg_get_serial_sequence(key.table.name, key.name)
-
-
 def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Run a statement of the hot path directly on the driver, because SQLAlchemy would take longer than the database.
 
@@ -156,12 +152,6 @@ def size_of(dialect: sa.Dialect, *columns: sa.ColumnElement[str | bytes]) -> sa.
 def beginning_of_parts() -> sa.ColumnElement[bytes]:
     """Return the beginning of a turn's parts, which `turnwise.parts.sizes_of` reads."""
     return sa.func.substr(turns.c.parts, 1, HEADER_BYTES, type_=sa.LargeBinary)
-
-
-def has_text(dialect: sa.Dialect, column: sa.Column[str], text: str) -> sa.ColumnElement[bool]:
-    # SQLite's LIKE ignores the case of ASCII letters, PostgreSQL's does not.
-    contains = column.icontains if dialect.name == "postgresql" else column.contains
-    return contains(text, autoescape=True)
 
 
 def unindexed(column: sa.Column[str]) -> sa.ColumnElement[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.store.database import clock
-from turnwise.store.rows import RowFormat, StoredRow, dump, to_micros
+from turnwise.store.rows import RowFormat, StoredRow, dump
 from turnwise.store.schema import policies, trainer_states, trainer_status
 from turnwise.types import DEFAULT_POLICY, GroupKey, Json, SessionKey, name_digest
 
@@ -60,9 +60,21 @@ class TrainerStatus:
 _STATUSES = RowFormat(TrainerStatus, trainer_status)
 
 
-def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
-    delete_report(conn, status.trainer_id)
-    conn.execute(sa.insert(trainer_status).values(_STATUSES.row(status, seen_at=to_micros(status.reported_at))))
+def report_status(
+    conn: sa.Connection,
+    trainer_id: str,
+    text: str,
+    state: TrainerState = TrainerState.RUNNING,
+    *,
+    seconds_left: float | None = None,
+    now: datetime.datetime | None = None,
+) -> None:
+    """Replace a trainer's last report; its next batch starts after these seconds. `now` replaces the time in tests."""
+    instant = clock(conn, now)
+    starts_at = None if seconds_left is None else instant + int(max(seconds_left, 0.0) * 1e6)
+    values = {"text": text, "state": state.value, "starts_at": starts_at, "reported_at": instant, "seen_at": instant}
+    delete_report(conn, trainer_id)
+    conn.execute(sa.insert(trainer_status).values(trainer_id=trainer_id, **values))
 
 
 def delete_report(conn: sa.Connection, trainer_id: str) -> None:

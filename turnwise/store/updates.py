@@ -19,10 +19,9 @@ from turnwise.store.policies import is_shown_to
 from turnwise.store.schema import groups, sessions, trained_sessions, turns
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import updates as table
-from turnwise.store.statements import beginning_of_parts, insert_rows, is_among, read_page, size_of
+from turnwise.store.statements import beginning_of_parts, insert_rows, is_among, size_of
 from turnwise.types import DEFAULT_POLICY, TOKEN_BYTES, TRAINED_ROLES, GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
-_ITEM_BYTES = 200
 COUNTED_SESSIONS, COUNTED_TURNS = 200, 2000
 Advantages = Mapping[str, float]
 Updates: TypeAlias = Sequence[tuple[TrainedIn, Mapping[str, float]]]
@@ -116,34 +115,8 @@ def session_pks(conn: sa.Connection, keys: Collection[SessionKey]) -> dict[Sessi
 
 def session_digests(conn: sa.Connection, trained: Mapping[SessionKey, Advantages]) -> dict[SessionKey, bytes | None]:
     """Return the digest of what an update trains of each session."""
-    of_turns = _turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
+    of_turns = turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
     return {key: rows.session_digest(advantages, of_turns) for key, advantages in trained.items()}
-
-
-def list_updates(
-    conn: sa.Connection,
-    *,
-    limit: int = 100,
-    after: int | None = None,
-    tenant: str | None = None,
-    policy_id: int | None = None,
-    max_bytes: int | None = None,
-) -> tuple[list[UpdateRecord], bool]:
-    """Return updates below `after`, newest first, and whether there are more.
-
-    With a tenant only those of the policies that it may read, with a policy only its own. With `max_bytes` a page ends
-    before its limit where the updates, with their groups and sessions, have more bytes.
-    """
-    held = table.c
-    found = sa.select(table).order_by(held.update_id.desc())
-    if after is not None:
-        found = found.where(held.update_id < after)
-    if tenant is not None:
-        found = found.where(is_shown_to(tenant, held.policy_id))
-    if policy_id is not None:
-        found = found.where(held.policy_id == policy_id)
-    page, has_more = read_page(conn, found, limit, size=_size(conn.dialect), max_bytes=max_bytes)
-    return [rows.UPDATES.record(row) for row in page], has_more
 
 
 def updates_after(conn: sa.Connection, update_id: int, policy_id: int | None = DEFAULT_POLICY) -> list[UpdateRecord]:
@@ -153,9 +126,15 @@ def updates_after(conn: sa.Connection, update_id: int, policy_id: int | None = D
     return [rows.UPDATES.record(row) for row in conn.execute(found)]
 
 
-def last_update(conn: sa.Connection, policy_id: int | None = None) -> UpdateRecord | None:
-    newest, _ = list_updates(conn, limit=1, policy_id=policy_id)
-    return newest[0] if newest else None
+def last_update(conn: sa.Connection, policy_id: int | None = None, *, tenant: str | None = None) -> UpdateRecord | None:
+    """Return the newest update, of a policy or of those that a tenant may read."""
+    newest = sa.select(table).order_by(table.c.update_id.desc()).limit(1)
+    if policy_id is not None:
+        newest = newest.where(table.c.policy_id == policy_id)
+    if tenant is not None:
+        newest = newest.where(is_shown_to(tenant, table.c.policy_id))
+    row = conn.execute(newest).first()
+    return None if row is None else rows.UPDATES.record(row)
 
 
 def last_update_id(conn: sa.Connection) -> int:
@@ -187,25 +166,7 @@ def check_lineage(conn: sa.Connection, versions: Collection[int], policy_id: int
         )
 
 
-def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, tuple[bytes | None, bytes | None]]:
-    """Return the digests of the sessions of an update that are still stored: as recorded with it, and as they are now.
-
-    The recorded one is None if a turn was deleted before the update was recorded.
-    """
-    found = conn.execute(
-        sa.select(sessions.c.tenant, sessions.c.session_id, trained_sessions.c.advantages, trained_sessions.c.digest)
-        .join_from(trained_sessions, sessions)
-        .where(trained_sessions.c.update_id == update_id)
-    ).all()
-    advantages: list[dict[str, float]] = [json.loads(row.advantages) for row in found]
-    of_turns = _turn_digests(conn, {turn_id for each in advantages for turn_id in each})
-    return {
-        (row.tenant, row.session_id): (row.digest, rows.session_digest(each, of_turns))
-        for row, each in zip(found, advantages, strict=True)
-    }
-
-
-def _turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | None]:
+def turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | None]:
     found = conn.execute(
         sa.select(turns.c.turn_id, turns.c.digest).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
     )
@@ -234,12 +195,3 @@ def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -
         .group_by(sessions.c.session_id)
     )
     return {session_id: update_id for session_id, update_id in found}  # noqa: C416  a Row is a tuple, but not to mypy
-
-
-def _size(dialect: sa.Dialect) -> sa.ColumnElement[int]:
-    num_groups = sa.select(sa.func.count()).where(groups.c.update_id == table.c.update_id)
-    of_sessions = sa.select(
-        sa.func.coalesce(sa.func.sum(size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)
-    ).where(trained_sessions.c.update_id == table.c.update_id)
-    own = size_of(dialect, table.c.metrics)
-    return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()

@@ -14,9 +14,8 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import extensions, rows
 from turnwise.store.schema import policy_versions as table
-from turnwise.store.schema import turns
 from turnwise.store.statements import insert_ignoring, read_page, size_of
-from turnwise.types import DEFAULT_POLICY, Json, PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.types import DEFAULT_POLICY, Json, PolicyStatus, PolicyVersion
 
 REFUSED_BY_GATE = "refused by the publishing gate"
 ROLLED_BACK = "rolled back as a canary"
@@ -53,31 +52,6 @@ def publish_version(conn: sa.Connection, version: PolicyVersion) -> bool:
     if version.is_written and not known.is_written:
         change_version(conn, version.version, weights_digest=version.weights_digest)
     return False
-
-
-def publish_next(
-    conn: sa.Connection,
-    path: str,
-    kind: PolicyKind,
-    *,
-    metrics: Json,
-    version: int | None = None,
-    policy_id: int = DEFAULT_POLICY,
-) -> PolicyVersion:
-    """Publish a version of a policy, by default with the number after the highest of all policies, and return it.
-
-    Version 0 is the engine's own model, also where its files are not here: a turn that it sampled names it.
-
-    Raises:
-        Conflict: as `publish_version`.
-    """
-    if version is None:
-        highest = highest_version(conn)
-        is_first = highest is None and policy_id == DEFAULT_POLICY
-        has_sampled = is_first and conn.execute(sa.select(sa.func.min(turns.c.turn_id))).scalar_one() is not None
-        version = 0 if is_first and not has_sampled else (highest or 0) + 1
-    publish_version(conn, PolicyVersion(version=version, policy_id=policy_id, path=path, kind=kind, metrics=metrics))
-    return get_version(conn, version)
 
 
 def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:

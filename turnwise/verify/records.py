@@ -174,7 +174,7 @@ def check_update(conn: Connection, update: UpdateRecord, report: Verification) -
     if update.batch_digest is None:
         report.not_checked["updates that trained nothing, or deleted turns"] += 1
         return
-    trained = updates.trained_digests(conn, update.update_id)
+    trained = records.trained_digests(conn, update.update_id)
     if len(trained) < update.num_sessions:
         report.not_checked["updates with deleted sessions"] += 1
         return

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from turnwise.features.page import activity, search, updates
+from turnwise.features.page.updates import list_updates
 from turnwise.store.database import Connection
-from turnwise.store.updates import list_updates
 from turnwise.types import GroupStatus, Json, Session, UpdateRecord, text_of
 
 MAX_CHARACTERS = 300

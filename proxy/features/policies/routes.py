@@ -188,7 +188,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     assert wanted.path is not None
     await _check_directory(services, principal, wanted.path, wanted.kind)
     published = await services.writer.do(
-        versions.publish_next,
+        named_policies.publish_next,
         wanted.path,
         wanted.kind,
         metrics=wanted.metrics,

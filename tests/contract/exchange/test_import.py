@@ -16,6 +16,7 @@ from turnwise.chains import is_imported, is_trainable
 from turnwise.exchange import plugins
 from turnwise.features import pace, policies
 from turnwise.store import claims, experiences, sessions
+from turnwise.store.experiences import Shape
 from turnwise.store.selection import SessionFilter
 
 
@@ -64,7 +65,9 @@ def test_only_a_claim_for_imported_groups_gets_them(database, tmp_path, model):
     assert [group.group_id for group in claim.groups] == ["sampled"]
     claim = claims.claim(database, "sft", max_groups=9, lease_seconds=60, with_imported=True)
     with database.read() as conn:
-        (experience,) = experiences.experiences_of_groups(conn, claim.group_pks, with_imported=True)
+        (experience,) = experiences.experiences_of_groups(
+            conn, claim.group_pks, Shape(merge="chain", with_imported=True)
+        )
     trained = experience.tokens[experience.loss_mask]
     assert trained.tolist() == tokens.encode("Hello<|im_end|>")
     assert np.isfinite(experience.logprobs).all()

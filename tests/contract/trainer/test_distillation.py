@@ -101,7 +101,7 @@ def test_several_teachers_are_chosen_by_task_and_averaged_by_weight(serve, teach
     one = Teacher(url=serve(lambda body: prompt_logprobs(body, -1.0)), model="m", weight=3.0)
     two = Teacher(url=serve(lambda body: prompt_logprobs(body, -2.0)), model="m", tasks="maths-*")
     first, second = experience(), experience(session_id="b")
-    object.__setattr__(first.eid, "task", "maths-1")
+    object.__setattr__(first, "task_id", "maths-1")
     scores = teachers(one, two).score(batch_of(first, second), [0, 1])
     close(scores.logprobs, [-1.25, -1.25, -1.0, -1.0])
     assert scores.is_scored.all()
@@ -143,7 +143,7 @@ def test_tokens_that_a_teacher_cannot_score_are_counted_and_get_no_advantage(nam
 def test_tasks_without_a_teacher_are_not_sent(serve, teachers):
     teacher = Teacher(url=serve(prompt_logprobs), model="m", tasks="maths-*")
     rated = experience(turns=2)
-    object.__setattr__(rated.eid, "task", "maths-1")
+    object.__setattr__(rated, "task_id", "maths-1")
     scores = teachers(teacher).score(batch_of(rated, experience(session_id="b")), [0, 1])
     assert scores.unscored == {"without_teacher": 1}
 

@@ -10,7 +10,8 @@ from trainer.claims.ledger import Ledger
 from trainer.features.lineage import MANIFEST
 from turnwise.features.lineage import shaped
 from turnwise.features.lineage import versions as lineage
-from turnwise.store import selection, updates
+from turnwise.features.page.updates import list_updates
+from turnwise.store import selection
 from turnwise.version_directory import policy_directory, read_manifest
 
 
@@ -20,7 +21,7 @@ def test_each_version_has_a_signed_manifest_beside_its_weights(tmp_path, model, 
     settings = settings_for(tmp_path, model, total_batches=2, groups_per_batch=1)
     train(settings)
     with ledger.read() as conn:
-        trained = {each.policy_version: each for each in updates.list_updates(conn)[0]}
+        trained = {each.policy_version: each for each in list_updates(conn)[0]}
         before = None
         for number in (1, 2):
             directory = policy_directory(settings.policies_dir, number)

@@ -16,9 +16,9 @@ from trainer.features import Settings
 from trainer.features.policies import make_parts
 from trainer.model.model import Policy
 from turnwise.features import policies
+from turnwise.features.page.updates import list_updates
 from turnwise.store import versions
 from turnwise.store.database import Database
-from turnwise.store.updates import list_updates
 
 DPO = {"name": "dpo", "pairs": "all"}
 

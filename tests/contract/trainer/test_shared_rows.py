@@ -240,7 +240,7 @@ def test_a_model_that_changes_its_logits_behind_the_output_layer_keeps_its_own(t
         cut_logits(monkeypatch, transformers.LlamaForCausalLM, VOCABULARY - 3)
     policy = Policy(Settings(model=str(tmp_path), device="cpu"))
     policy.load(0)
-    assert policy._head is None
+    assert policy.head is None
     reference = load_model(tmp_path)
     tokens = np.random.default_rng(0).integers(1, VOCABULARY - 3, 20)
     batch = build([chain(reference, "a", tokens, 5)], [np.ones(1)], policy_version=0)
@@ -267,4 +267,4 @@ def test_a_plain_output_layer_is_computed_chunk_by_chunk(tmp_path, family):
     make_model(tmp_path, family, vocab_size=VOCABULARY, final_logit_softcapping=None)
     policy = Policy(Settings(model=str(tmp_path), device="cpu"))
     policy.load(0)
-    assert policy._head is not None
+    assert policy.head is not None

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from turnwise.features.page import overview
 from turnwise.features.page import updates as page_updates
-from turnwise.store import serving, updates, versions
+from turnwise.features.page.updates import list_updates
+from turnwise.store import serving, versions
 from turnwise.types import DEFAULT_POLICY, PolicyStatus
 
 
@@ -99,7 +100,7 @@ def paths_by_policy(directory: Path) -> dict[int, list[Path]]:
     made = defaultdict(list)
     db = new_database(directory / "ledger.db")
     with db.read() as conn:
-        for record in reversed(updates.list_updates(conn)[0]):
+        for record in reversed(list_updates(conn)[0]):
             made[record.policy_id].append(Path(versions.get_version(conn, record.policy_version).path))
     db.close()
     return made

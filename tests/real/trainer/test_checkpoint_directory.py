@@ -21,9 +21,9 @@ from trainer.features.devices import Processes
 from trainer.publish.checkpoint import Checkpoints
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, Conflict, NotWritten, SettingsError
+from turnwise.features.page.updates import list_updates
 from turnwise.store import versions
 from turnwise.store.schema import groups
-from turnwise.store.updates import list_updates
 from turnwise.version_directory import find_versions
 
 HOLDS_AND_DIES = """

@@ -35,9 +35,9 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only_unless_memory_is
     settings = settings_for(tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
-    workflow.agent.syncs_every_row = is_every
     wanted = [True]
-    state.policy.place = Sharded()  # as if it were
+    place = state.policy.place = Sharded()  # as if it were
+    place.syncs_every_row = is_every
     state.policy.model.set_requires_gradient_sync = wanted.append
 
     def backward(self):

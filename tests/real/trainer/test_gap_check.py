@@ -24,7 +24,8 @@ from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from turnwise.errors import EngineDisagrees
 from turnwise.features.experts import EXPERTS as ROUTING
-from turnwise.store import rewards, updates
+from turnwise.features.page.updates import list_updates
+from turnwise.store import rewards
 from turnwise.types import Reward
 
 
@@ -127,7 +128,7 @@ def test_each_batch_has_a_gap_also_between_two_comparisons(tmp_path, model):
     ledger = play_stale(tmp_path / "run", model, num_groups=6)
     train_on(tmp_path / "run", model, total_batches=4, groups_per_batch=3)
     with ledger.read() as conn:
-        newest, before, *_ = [record.metrics for record in updates.list_updates(conn)[0]]
+        newest, before, *_ = [record.metrics for record in list_updates(conn)[0]]
     assert (before["logprob_gap_coverage"], newest["logprob_gap_coverage"]) == (1.0, 0.0)
     assert before["logprob_gap"] < 1e-5 < newest["logprob_gap"] < 1
     ledger.close()

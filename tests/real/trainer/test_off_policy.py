@@ -291,7 +291,11 @@ def test_imported_replies_are_imitated_beside_the_policy_loss(tmp_path, model, l
     assert logprob(tmp_path / "policies" / "v000001", WANTED) > logprob(model, WANTED) + 0.01
     with database.read() as conn:
         assert (claims.num_claimable(conn), claims.num_claimable(conn, with_imported=True)) == ((0, 0), (2, 0))
-        pairs = list(experiences.experiences_of_groups(conn, imported_groups(conn), with_imported=True))
+        pairs = list(
+            experiences.experiences_of_groups(
+                conn, imported_groups(conn), experiences.Shape(merge="chain", with_imported=True)
+            )
+        )
     assert [[update.update_id for update in one.trained_in] for one in pairs] == [[1], [], [1], []]
     database.close()
 

@@ -21,11 +21,11 @@ from trainer.update import Updates
 from turnwise.errors import Conflict, EngineDisagrees
 from turnwise.features import policies
 from turnwise.features.page import updates as page_updates
+from turnwise.features.page.updates import list_updates
 from turnwise.store import serving, sessions, versions
 from turnwise.store.rewards import add_rewards
 from turnwise.store.trainer_reports import TrainerState, trainer_statuses
 from turnwise.store.turns import append_turns
-from turnwise.store.updates import list_updates
 from turnwise.types import DEFAULT_POLICY, Reward, Session, Turn
 from turnwise.version_directory import read_manifest
 

@@ -12,9 +12,9 @@ from trainer.batch.batch import Batch, build
 from trainer.batch.chain import chain_of
 from trainer.features import Settings
 from trainer.features.memory import checkpoint_layers
+from trainer.features.optimizers import make_optimizer
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
-from trainer.model.optimizer import make_optimizer
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.store import experiences
 from turnwise.store.selection import SessionFilter

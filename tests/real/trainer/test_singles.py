@@ -30,8 +30,7 @@ NONE = np.empty(0)
 
 def single(name, reward, *, agent="shop", task="", role="main", **changes):
     found = experience(session_id=name, group_id=name, reward=reward, **changes)
-    eid = dataclasses.replace(found.eid, task=task)
-    return dataclasses.replace(found, eid=eid, is_single=True, agent=agent, role=role)
+    return dataclasses.replace(found, task_id=task, is_single=True, agent=agent, role=role)
 
 
 def selected(experiences, window=(), chosen="grpo", kind_pattern=None, **settings):

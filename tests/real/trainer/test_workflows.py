@@ -25,6 +25,7 @@ from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.features import rewinds
 from turnwise.features.page import updates as page_updates
+from turnwise.features.page.updates import list_updates
 from turnwise.store import updates
 from turnwise.store.schema import groups, turns
 from turnwise.store.trainer_reports import trainer_statuses
@@ -123,7 +124,7 @@ def test_a_version_that_was_not_written_fails_at_the_restart_and_its_number_is_n
     train(settings_for(tmp_path, model))
     with ledger.read() as conn:
         found = {policy.version: policy for policy in list_versions(conn)[0]}
-        made = [record.policy_version for record in updates.list_updates(conn)[0]]
+        made = [record.policy_version for record in list_updates(conn)[0]]
     assert (list(found), made) == ([3, 2, 1, 0], [3, 1])
     assert (found[2].status, found[2].error) == ("failed", LOST)
 
@@ -330,7 +331,7 @@ def test_a_refused_batch_behind_an_unwritten_state_is_acknowledged_with_it(tmp_p
     train(settings_for(tmp_path, model, checkpoint_every=3, kind_pattern=".*"))
     assert groups_by_status(ledger) == {"trained": 3, "dropped": 3}
     with ledger.read() as conn:
-        assert [(one.update_id, one.policy_version) for one in updates.list_updates(conn)[0]] == [(2, 1), (1, 1)]
+        assert [(one.update_id, one.policy_version) for one in list_updates(conn)[0]] == [(2, 1), (1, 1)]
 
 
 def test_old_versions_are_deleted_but_never_one_in_use(tmp_path, model, ledger):

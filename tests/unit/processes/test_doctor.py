@@ -12,7 +12,7 @@ from turnwise.features.feedback import Feedback, FeedbackKind
 from turnwise.processes.installation import Severity, examine_running
 from turnwise.store import rewards, schema
 from turnwise.store.rows import to_micros
-from turnwise.store.trainer_reports import TrainerStatus, report_status
+from turnwise.store.trainer_reports import report_status
 from turnwise.types import Reward, utc_now
 
 GREEDY = {"sampling": {"temperature": 0}}
@@ -68,12 +68,8 @@ def test_live_sessions_that_only_have_to_be_over_are_counted_down(database, data
 
 
 def test_when_a_trainer_starts_is_counted_down(database, database_url):
-    starts_at = utc_now() + datetime.timedelta(minutes=10)
-    status = TrainerStatus(
-        trainer_id="t", text="waiting: 70 of 256 single sessions are ready", starts_at=starts_at, reported_at=utc_now()
-    )
     with database.write() as connection:
-        report_status(connection, status)
+        report_status(connection, "t", "waiting: 70 of 256 single sessions are ready", seconds_left=600)
     _, text = found(database_url)["trainer t"]
     seconds = int(text.rpartition(", starts in ")[2].removesuffix(" s"))
     assert 0 < seconds <= 600

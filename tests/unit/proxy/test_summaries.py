@@ -14,9 +14,9 @@ from proxy.routes.training_note import training_note
 from turnwise.features.page import overview, search
 from turnwise.store import claims, rewards, sessions
 from turnwise.store.database import Database
-from turnwise.store.trainer_reports import TrainerStatus, report_status
+from turnwise.store.trainer_reports import report_status
 from turnwise.store.turns import append_turns
-from turnwise.types import Outcome, Reward, Session, Split, utc_now
+from turnwise.types import Outcome, Reward, Session, Split
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ async def test_kept_counts_hold_the_newest_reports_of_trainers(database):
     counts = RecentCounts(database, rows_per_second=1, clock=lambda: 0.0)
     add_session(database, "a")
     assert (await counts.read("default")).counts.trainers == []
-    status = TrainerStatus(trainer_id="one", text="trains", starts_at=None, reported_at=utc_now())
     with database.write() as connection:
-        report_status(connection, status)
-    assert (await counts.read("default")).counts.trainers == [status]
+        report_status(connection, "one", "trains")
+    (reported,) = (await counts.read("default")).counts.trainers
+    assert (reported.trainer_id, reported.text, reported.starts_at) == ("one", "trains", None)

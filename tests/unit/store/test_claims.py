@@ -14,6 +14,7 @@ from support.waiting import WAIT_SECONDS
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
 from turnwise.features import retention, rewinds
+from turnwise.features.page.updates import list_updates
 from turnwise.store import claims, rows, schema, sessions, trainer_reports, turns, updates, versions
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
@@ -154,7 +155,7 @@ def test_an_update_shows_gauges_alone_and_what_a_trainer_keeps_lasts_until_a_ver
     claimed = claim(database)
     ack(database, claimed, dataclasses.replace(update(), metrics=metrics), state=kept)
     with database.read() as connection:
-        (shown,), _ = updates.list_updates(connection)
+        (shown,), _ = list_updates(connection)
         assert shown.metrics == gauges
         assert trainer_reports.kept_state(connection, 0) == kept
     retention.delete_all(database, lambda connection: retention.delete_session(connection, "default", "a"))

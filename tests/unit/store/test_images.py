@@ -16,6 +16,7 @@ from turnwise import chains
 from turnwise.commands.export import _sessions
 from turnwise.exchange import training_formats
 from turnwise.features import forks, images, retention
+from turnwise.features.exports import experience_json
 from turnwise.features.images import IMAGES, PlacedImage, images_of, pack_images
 from turnwise.store import experiences, rows, schema, turns
 from turnwise.store.database import Database
@@ -150,7 +151,7 @@ def test_a_claimed_experience_has_its_images_with_their_files(filled):
         (placed["offset"], ((placed["offset"], 1),), FILE),
     ]
     assert [image.content for image in images_of(listed)] == [b"", b""]
-    assert chains.experience_json(listed)["images"][0] == {**PLACED, "runs": ((0, 2),)}
+    assert experience_json(listed)["images"][0] == {**PLACED, "runs": ((0, 2),)}
 
 
 def test_placeholders_of_different_images_have_different_keys_and_equal_ones_equal_keys():

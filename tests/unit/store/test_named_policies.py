@@ -16,6 +16,7 @@ from turnwise.features import (
     advantages,
     arms,
     consent,
+    evaluation,
     gate,
     pace,
     policies,
@@ -29,6 +30,7 @@ from turnwise.features.consent import ConsentMark, ConsentOf
 from turnwise.features.imported import imported_groups
 from turnwise.features.page import overview
 from turnwise.features.page import updates as page_updates
+from turnwise.features.page.updates import list_updates
 from turnwise.store import (
     claims,
     experiences,
@@ -149,7 +151,9 @@ def add_shared(database: Database, session_id: str, sampled: Mapping[int | None,
 
 def trained_turns(database: Database, held: claims.Claim, policy_id: int) -> list[tuple[str, ...]]:
     with database.read() as conn:
-        found = experiences.experiences_of_groups(conn, held.group_pks, policy_id=policy_id)
+        found = experiences.experiences_of_groups(
+            conn, held.group_pks, experiences.Shape(merge="chain", policy_id=policy_id)
+        )
         return [one.turn_ids for one in found if one.policy_id == policy_id]
 
 
@@ -252,7 +256,7 @@ def test_a_part_is_stale_and_in_flight_by_its_own_versions(database, two):
     with database.read() as conn:
         (waiting,) = conn.execute(sa.select(schema.groups.c.status).where(schema.groups.c.part_of.is_(None)))
         assert waiting.status == "dropped"
-        assert experiences.versions_sampled(conn, [("default", "held out")]) == (1, 1)
+        assert evaluation.versions_sampled(conn, [("default", "held out")]) == (1, 1)
         assert [one.version for one in sentinels.live_sessions(conn, 9, a)] == [1]
         newer, older = arms.arms_since(conn, since, (1, 9), a)
         assert (newer.num_sessions, older.num_sessions) == (2, 0)
@@ -301,7 +305,7 @@ def test_a_tenant_reads_the_updates_of_its_policies_and_of_the_default_one(datab
             conn.execute(sa.insert(schema.updates).values(**rows.UPDATES.row(update)))
     with database.read() as conn:
         for tenant, shown in (("a", [1, 0]), ("b", [2, 0]), ("c", [0])):
-            assert [each.update_id for each in updates.list_updates(conn, tenant=tenant)[0]] == shown
+            assert [each.update_id for each in list_updates(conn, tenant=tenant)[0]] == shown
             assert [each.update.update_id for each in page_updates.list_update_views(conn, tenant)[0]] == shown
             assert [each.update_id for each in summarise_updates(conn, tenant)] == shown[::-1]
             state = overview.read_state(conn, tenant)

@@ -11,7 +11,7 @@ from support.ledger_samples import add_session, finish, make_turn
 from support.store_fill import acknowledge
 
 from turnwise.errors import NotFound
-from turnwise.features import inferred
+from turnwise.features import inferred, roles
 from turnwise.features.page import overview
 from turnwise.store import conversations, experiences, groups, rewards, selection, turns, updates, versions
 from turnwise.store.database import Database
@@ -75,7 +75,7 @@ def test_an_unknown_id_is_named(connection):
     for ask, says in (
         (lambda: read_session(connection, "other", "s"), "no session 's'"),
         (lambda: turns.read_turn(connection, "other", "t1"), "no turn 't1'"),
-        (lambda: turns.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
+        (lambda: roles.set_chain_role(connection, "other", "t1", Role.SIDE), "no turn 't1'"),
         (lambda: turns.turns_to(connection, "t1", "other"), "no turn 't1'"),
         (lambda: turns.read_turn(connection, "default", "t9"), "no turn 't9'"),
         (lambda: turns.read_turns(connection, "default", "x"), "no session 'x'"),

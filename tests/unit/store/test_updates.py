@@ -8,16 +8,16 @@ from support.algorithms import assigned
 from support.ledger_samples import add_finished, add_session, update_record
 
 from trainer.batch.chain import chain_of
-from turnwise.chains import experience_json
 from turnwise.errors import Conflict
 from turnwise.exchange.session_document import session_document
 from turnwise.features import policies, rewinds
 from turnwise.features.advantages import with_advantages
+from turnwise.features.exports import experience_json
 from turnwise.features.page import overview
 from turnwise.features.page.updates import TrainedSession, UpdateGroup, list_update_views
 from turnwise.features.records import session_records
 from turnwise.store import claims, experiences, rewards, serving, sessions, turns, versions
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import PER_CHAIN
 from turnwise.store.selection import SessionFilter
 from turnwise.store.trainer_reports import SILENT_SECONDS, TrainerState, TrainerStatus, report_status, trainer_statuses
@@ -134,10 +134,14 @@ def status(trainer_id: str, text: str, minute: int, state: TrainerState = Traine
     return TrainerStatus(trainer_id=trainer_id, text=text, state=state, starts_at=at, reported_at=at)
 
 
+def report(connection: Connection, said: TrainerStatus) -> None:
+    report_status(connection, said.trainer_id, said.text, said.state, seconds_left=0, now=said.reported_at)
+
+
 def test_the_last_report_of_each_trainer_is_returned_newest_first(database):
     with database.write() as connection:
         for each in (status("a", "1 of 4", 0), status("b", "2 of 4", 1), status("a", "3 of 4", 2)):
-            report_status(connection, each)
+            report(connection, each)
         found = trainer_statuses(connection, now=NOON + datetime.timedelta(minutes=2))
     assert found == [status("a", "3 of 4", 2), status("b", "2 of 4", 1)]
 
@@ -145,7 +149,7 @@ def test_the_last_report_of_each_trainer_is_returned_newest_first(database):
 def test_only_a_trainer_that_said_nothing_at_its_end_is_silent_after_a_minute(database):
     with database.write() as connection:
         for name, state in (("killed", "running"), ("ended", "stopped"), ("failed", "died")):
-            report_status(connection, status(name, name, 0, TrainerState(state)))
+            report(connection, status(name, name, 0, TrainerState(state)))
         found = trainer_statuses(connection, now=NOON + datetime.timedelta(seconds=SILENT_SECONDS + 1))
     assert {each.trainer_id: each.state.value for each in found} == {
         "killed": "silent",

@@ -17,7 +17,7 @@ from trainer.batch.selection import why_untrainable
 from trainer.features import Settings
 from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
-from turnwise.chains import EID, Experience, merge_session, split_session
+from turnwise.chains import Experience, merge_session, split_session
 from turnwise.types import Turn
 
 CPU = torch.device("cpu")
@@ -165,7 +165,6 @@ def as_experiences(sequences):
     return [
         chain_of(
             Experience(
-                eid=EID(),
                 session_id="s",
                 group_id="g",
                 turn_ids=tuple(turn.turn_id for turn in sequence.turns),

@@ -17,6 +17,7 @@ from trainer.features.policies import PolicyNames, training_policy
 from trainer.features.rewinds import Rewind
 from turnwise.features import policies
 from turnwise.features import rewinds as choices
+from turnwise.features.policies import publish_next
 from turnwise.store import claims, rows, schema, serving, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
@@ -205,9 +206,9 @@ def test_a_tenants_quota_holds_the_training_of_its_policies(database, tmp_path, 
     with database.write() as conn:
         versions.publish_version(conn, PolicyVersion(version=0, path="base"))
         own, other = (policies.create_policy(conn, tenant, "p")[0] for tenant in ("default", "b"))
-        versions.publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
+        publish_next(conn, str(version), PolicyKind.LORA, metrics={}, policy_id=own.policy_id)
         second, _ = policies.create_policy(conn, "default", "q")
-        versions.publish_next(conn, str(tmp_path / "gone"), PolicyKind.LORA, metrics={}, policy_id=second.policy_id)
+        publish_next(conn, str(tmp_path / "gone"), PolicyKind.LORA, metrics={}, policy_id=second.policy_id)
         for update_id, policy_id in enumerate((own.policy_id, other.policy_id, 0), 1):
             record = update_record(update_id, policy_version=0, policy_id=policy_id, num_tokens=100)
             conn.execute(schema.updates.insert().values(**rows.UPDATES.row(record)))

@@ -18,7 +18,7 @@ from turnwise.store import rows
 from turnwise.store.schema import sessions, turns
 from turnwise.store.selection import SessionFilter, session_rows
 from turnwise.store.sessions import list_sessions, sessions_from_rows
-from turnwise.store.statements import PAGE_BYTES, ROW_BYTES, has_text, is_among, size_of
+from turnwise.store.statements import PAGE_BYTES, ROW_BYTES, is_among, size_of
 from turnwise.types import TOKEN_BYTES, Outcome, Session
 
 WINDOW = 50
@@ -128,8 +128,14 @@ def _has_text(text: str, dialect: sa.Dialect) -> sa.ColumnElement[bool]:
     once = rows.dump(text)[1:-1]
     needles = dict.fromkeys((once, rows.dump(once)[1:-1]))
     return sa.or_(
-        *(has_text(dialect, column, needle) for column in (turns.c.messages, turns.c.response) for needle in needles)
+        *(_contains(dialect, column, needle) for column in (turns.c.messages, turns.c.response) for needle in needles)
     )
+
+
+def _contains(dialect: sa.Dialect, column: sa.Column[str], text: str) -> sa.ColumnElement[bool]:
+    # SQLite's LIKE ignores the case of ASCII letters, PostgreSQL's does not.
+    contains = column.icontains if dialect.name == "postgresql" else column.contains
+    return contains(text, autoescape=True)
 
 
 class Ends(NamedTuple):

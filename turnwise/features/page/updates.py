@@ -14,11 +14,14 @@ import sqlalchemy as sa
 
 from turnwise.credit import SessionCredit, assign_credit
 from turnwise.store import rows
+from turnwise.store.policies import is_shown_to
 from turnwise.store.rewards import rewards_of
-from turnwise.store.schema import groups, sessions, trained_sessions
-from turnwise.store.statements import PAGE_BYTES
-from turnwise.store.updates import Advantages, list_updates
+from turnwise.store.schema import groups, sessions, trained_sessions, updates
+from turnwise.store.statements import PAGE_BYTES, read_page, size_of
+from turnwise.store.updates import Advantages
 from turnwise.types import Credit, GroupStatus, UpdateRecord
+
+_ITEM_BYTES = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,38 @@ class UpdateView:
     update: UpdateRecord
     groups: tuple[UpdateGroup, ...]
     sessions: tuple[TrainedSession, ...]
+
+
+def list_updates(
+    conn: sa.Connection,
+    *,
+    limit: int = 100,
+    after: int | None = None,
+    tenant: str | None = None,
+    max_bytes: int | None = None,
+) -> tuple[list[UpdateRecord], bool]:
+    """Return updates below `after`, newest first, and whether there are more.
+
+    With a tenant only those of the policies that it may read. With `max_bytes` a page ends
+    before its limit where the updates, with their groups and sessions, have more bytes.
+    """
+    held = updates.c
+    found = sa.select(updates).order_by(held.update_id.desc())
+    if after is not None:
+        found = found.where(held.update_id < after)
+    if tenant is not None:
+        found = found.where(is_shown_to(tenant, held.policy_id))
+    page, has_more = read_page(conn, found, limit, size=_size(conn.dialect), max_bytes=max_bytes)
+    return [rows.UPDATES.record(row) for row in page], has_more
+
+
+def _size(dialect: sa.Dialect) -> sa.ColumnElement[int]:
+    num_groups = sa.select(sa.func.count()).where(groups.c.update_id == updates.c.update_id)
+    of_sessions = sa.select(
+        sa.func.coalesce(sa.func.sum(size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)
+    ).where(trained_sessions.c.update_id == updates.c.update_id)
+    own = size_of(dialect, updates.c.metrics)
+    return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()
 
 
 def list_update_views(
