@@ -30,7 +30,7 @@ NUM_PROXIES = 2
 HOST_SIZE = 4
 PACE_SECONDS = 0.04
 """Of a stand-in for a token: a reply takes about a second, so that kills hit calls that run."""
-FLAGS = ("--policy-tenant", "default", "--holdout-share", "0", "--max-concurrent-calls", "4096")
+FLAGS = ("--policy-tenant", "default", "--holdout-share", "0", "--commit-timeout-seconds", "60")
 STREAM_BROKE = 200
 """Status of a reply that had begun when its error came."""
 
@@ -171,7 +171,7 @@ def play(
         running.keys,
         [proxy.url for proxy in running.proxies],
         num_agents // len(TENANTS),
-        think_seconds=every_seconds / 10,
+        think_seconds=every_seconds / 5,
         is_varied=False,
     )
     try:
