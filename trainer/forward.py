@@ -27,11 +27,11 @@ from trainer.features.supports.turns import Vocabulary, processors
 from trainer.model.loading import is_capped, model_class, read_config
 from trainer.model.model import Policy
 from turnwise.features.supports import unpack
+from turnwise.features.verify.records import Verification
 from turnwise.image_urls import image_digests
 from turnwise.sampling import SUPPORT, temperature_of
 from turnwise.store.turns import TurnView
 from turnwise.types import PolicyKind, PolicyVersion
-from turnwise.verify.records import Verification
 from turnwise.version_directory import ENGINE_ANSWER, MANIFEST, Probe, read_json, read_manifest, read_probe
 
 Reals: TypeAlias = npt.NDArray[np.float64]

@@ -1,12 +1,14 @@
 """Tables of the sampling parameters that the trainer cannot apply again, so that a turn with one carries no loss.
 
 The trainer selects turns by these tables. The proxy, the page and `turnwise doctor` say by the same tables, before a
-batch, what will not be trained. Only the trainer knows whether it can replay a schema.
+batch, what will not be trained. Only the trainer knows whether it can replay a schema. What an engine says of its
+grammars and alternatives is read here too.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -50,6 +52,29 @@ NUMBERS: Mapping[str, type[int | float]] = {
 """Parameters that are numbers; vLLM takes the text of one too."""
 Sampled: TypeAlias = tuple[Json, Container[str]]
 """The sampling parameters of a turn, and the names of its parts."""
+ENFORCE_STRICT_TOOLS = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
+"""Variable of vLLM, on by default: it samples calls of strict tools, and single calls, under a grammar."""
+STRICT_TOOLS_ADVICE = (
+    "replies to requests with strict tools, or with parallel_tool_calls=false, are sampled under a grammar and so "
+    f"stored but not trained; start the engine with {ENFORCE_STRICT_TOOLS}=0 to train them"
+)
+NOT_REPEATABLE = (
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    TOOL_GRAMMAR,
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Sampling parameters whose effect on a token depends on the tokens sampled before it."""
 ADVICE = (
     "Only `sft`, `dpo` and `correction` train such turns. For other algorithms let the proxy sample live traffic with "
     "`sampling_pins`, or a share of the calls at temperature 0 with `explore`; sessions that you create may have a "
@@ -135,3 +160,29 @@ def _number(value: Any, kind: type[int | float]) -> Any:
     if not math.isfinite(number):
         return value
     return int(number) if kind is int and number.is_integer() else number
+
+
+def enforces_strict_tools(server_info: Json) -> bool:
+    """Return whether an engine enforces strict tools, by its answer on `/server_info`; True if it does not say."""
+    environment = server_info.get("vllm_env") if isinstance(server_info, dict) else None
+    return not isinstance(environment, dict) or environment.get(ENFORCE_STRICT_TOOLS) is not False
+
+
+def most_alternatives(server_info: Json) -> int:
+    """Return how many alternatives a call may ask for at each token; 0 if the engine does not say."""
+    try:
+        most = int(server_info["vllm_config"]["model_config"]["max_logprobs"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+    return sys.maxsize if most < 0 else most
+
+
+def grammar_settings(server_info: Json) -> Json:
+    """Return what an engine was told about grammars, as sampling parameters; nothing where it decides or is silent."""
+    try:
+        told = server_info["vllm_config"]["structured_outputs_config"]
+        backend, is_compact = str(told["backend"]), bool(told["disable_any_whitespace"])
+    except (KeyError, TypeError):
+        return {}
+    found: Json = {GRAMMAR_BACKEND: backend} if backend != "auto" else {}
+    return found | ({GRAMMAR_IS_COMPACT: True} if is_compact else {})

@@ -16,19 +16,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.engines.engine import Engine
 from proxy.sessions.template import ChatTemplate, Unsafe, load_chat_template
-from turnwise.errors import EngineRefused, EngineUnsuitable
-from turnwise.types import Json
-from turnwise.verify.engine import (
+from turnwise.engine_checks import (
     CHAT_ROUTE,
     SERVER_INFO_ROUTE,
-    STRICT_TOOLS_ADVICE,
     check_capture,
     check_sampling_defaults,
-    enforces_strict_tools,
-    grammar_settings,
     read_sampling_defaults,
     weights_dtype,
 )
+from turnwise.errors import EngineRefused, EngineUnsuitable
+from turnwise.types import Json
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -78,9 +75,6 @@ async def check_features(engine: Engine) -> None:
     engine.defaults = await find_sampling_defaults(engine)
     engine.info = await _read_server_info(engine)
     engine.dtype = weights_dtype(engine.info)
-    engine.defaults = {**engine.defaults, **grammar_settings(engine.info)}
-    if engine.info and enforces_strict_tools(engine.info):
-        log.warning("the engine at %s: %s", engine.url, STRICT_TOOLS_ADVICE)
 
 
 async def _check_capture(engine: Engine) -> None:

@@ -22,9 +22,9 @@ from proxy.dialects.base import SENT, Call, Captured, Choice, call_key, call_par
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
 from turnwise import parts as turn_parts
+from turnwise.engine_checks import CHAT_ROUTE
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
-from turnwise.verify.engine import CHAT_ROUTE
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
 """Request fields that capture always sets on the chat route."""

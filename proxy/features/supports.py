@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,29 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from proxy.calls.steps import CallStep
+from turnwise.engine_checks import CHAT_ROUTE
 from turnwise.engine_plugin.supports import FIELD
-from turnwise.sampling import SUPPORT, TOOL_GRAMMAR, TRUNCATING
+from turnwise.sampling import (
+    STRICT_TOOLS_ADVICE,
+    SUPPORT,
+    TOOL_GRAMMAR,
+    TRUNCATING,
+    enforces_strict_tools,
+    grammar_settings,
+    most_alternatives,
+)
 from turnwise.settings import Settings
 from turnwise.types import Json
-from turnwise.verify.engine import CHAT_ROUTE, enforces_strict_tools, most_alternatives
 
 if TYPE_CHECKING:
     from proxy.calls.capture import Running
     from proxy.dialects.base import Call
+    from proxy.engines.engine import Engine
     from proxy.services import Services
     from proxy.settings import ProxySettings
     from proxy.writer.process import NewTurn
+
+log = logging.getLogger(__name__)
 
 NAME = FIELD.encode()
 NO_PARAMETERS: Json = {"type": "object", "properties": {}}
@@ -52,10 +64,16 @@ class Supports(CallStep):
         self._most = services.settings.support_ids
         self._with_plugin: set[str] = set()
         """The URLs of engines one of whose replies had supports, which our plug-in adds."""
+        services.engine_checks.append(self._read_grammars)
 
     @classmethod
     def is_on(cls, settings: ProxySettings) -> bool:
         return isinstance(settings, SupportSettings)
+
+    async def _read_grammars(self, engine: Engine) -> None:
+        engine.defaults = {**engine.defaults, **grammar_settings(engine.info)}
+        if engine.info and enforces_strict_tools(engine.info):
+            log.warning("the engine at %s: %s", engine.url, STRICT_TOOLS_ADVICE)
 
     def sent(self, running: Running) -> None:
         call, lane = running.call, running.lane

@@ -27,6 +27,7 @@ from proxy.reload.rollout import Rollout
 from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
+from turnwise.engine_checks import ADDRESS_HINT
 from turnwise.errors import (
     BadCheckpoint,
     EngineError,
@@ -42,7 +43,6 @@ from turnwise.errors import (
 from turnwise.store import keys, versions
 from turnwise.store.database import Database
 from turnwise.types import DEFAULT_POLICY, PolicyKind, PolicyVersion
-from turnwise.verify.engine import ADDRESS_HINT
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from certificates.loads import LIMITS
 from certificates.tiny import TINY, architecture_of, build, environment
 from harnesses.verdicts import present_commit
 
-from turnwise.verify.certificate import Certificate
+from turnwise.commands.features.certify.certificate import Certificate
 
 ROWS = Path(__file__).with_name("rows.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -16,10 +16,10 @@ import torch
 from trainer.features import Settings
 from trainer.forward import change_at_random
 from trainer.model.loading import check_trainable, read_config
+from turnwise.commands.features.certify.certificate import LARGEST_GAP
 from turnwise.errors import TurnwiseError
 from turnwise.processes.served_model import check_served, cpu_dtype_of
 from turnwise.types import PolicyKind
-from turnwise.verify.certificate import LARGEST_GAP
 
 NUM_TOKENS, RANK = 40, 16
 LIMITS = {"float32": LARGEST_GAP, "bfloat16": 0.1}

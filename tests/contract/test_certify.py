@@ -15,9 +15,9 @@ from support.servers import serving
 from support.tiny_models import load_model, logprobs_of, make_model
 from support.waiting import WAIT_SECONDS
 
-from turnwise.commands import certify
+from turnwise.commands.features.certify import command as certify
+from turnwise.commands.features.certify.engine_text import EngineText
 from turnwise.errors import ChildFailed
-from turnwise.verify.engine_text import EngineText
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.engines import RunningEngine, running_engine
 from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
 from turnwise.default_models import trail
-from turnwise.verify.engine import ENFORCE_STRICT_TOOLS
+from turnwise.sampling import ENFORCE_STRICT_TOOLS
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.checks import find_sampling_defaults
 from proxy.engines.engine import Engine
+from turnwise.engine_checks import logprobs_request, read_logprobs, read_sampling_defaults
 from turnwise.errors import EngineUnsuitable
 from turnwise.processes.installation import Severity, engine_findings
 from turnwise.sampling import TOOL_GRAMMAR
-from turnwise.verify.engine import logprobs_request, read_logprobs, read_sampling_defaults
 
 GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 0}
 EFFECTIVE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}

@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 from support.tiny_checkpoints import write_weights
 from support.tiny_models import make_model
 
-from turnwise.commands import certify
-from turnwise.commands.certify import why_untrained
+from turnwise.commands.features.certify import command as certify
+from turnwise.commands.features.certify.certificate import FILE, Certificate, Computed, KindResult, ingredients
+from turnwise.commands.features.certify.command import why_untrained
+from turnwise.commands.features.certify.engine_text import EngineText
+from turnwise.commands.features.doctor import doctor
 from turnwise.commands.preflight import check_trained
-from turnwise.commands.verify import doctor
 from turnwise.errors import BadCheckpoint, ChildFailed, ProxyUnavailable, SettingsError
 from turnwise.types import PolicyKind
-from turnwise.verify.certificate import FILE, Certificate, Computed, KindResult, ingredients
-from turnwise.verify.engine_text import EngineText
 
 
 def stage(largest: float, mean: float = 0.0, **more: float) -> dict[str, object]:

@@ -11,9 +11,9 @@ from support.ledger_samples import make_turn
 
 from turnwise.chains import merge_session, split_session
 from turnwise.features.supports import SUPPORT, as_json, pack, unpack
+from turnwise.features.verify.records import Verification, check_turns
 from turnwise.store.rows import turn_row
 from turnwise.types import Turn
-from turnwise.verify.records import Verification, check_turns
 
 IDS = st.sets(st.integers(0, 2**31 - 1), max_size=40)
 

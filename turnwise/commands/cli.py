@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from turnwise.commands.certify import certify
 from turnwise.commands.db import db
 from turnwise.commands.export import export
 from turnwise.commands.features import COMMANDS
@@ -28,7 +27,6 @@ from turnwise.commands.recipe import recipe
 from turnwise.commands.run import run
 from turnwise.commands.sessions import forget, prune, sessions
 from turnwise.commands.up import up
-from turnwise.commands.verify import doctor, verify
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
 from turnwise.exchange import plugins
 from turnwise.installed import extra_of, install_command, missing_from
@@ -96,7 +94,7 @@ def main() -> None:
 
 for _command in (
     *(up, proxy, train, engine, fake_engine, run, reward, recipe),
-    *(init, doctor, db, keys, sessions, prune, forget, policies, updates, export, imports, verify, certify),
+    *(init, db, keys, sessions, prune, forget, policies, updates, export, imports),
 ):
     main.add_command(_command)
 for _group, _command in COMMANDS:

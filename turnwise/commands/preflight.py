@@ -171,7 +171,7 @@ def check_trained(trainer: TrainerSettings) -> dict[str, str]:
         SettingsError: its versions would not be loaded by engines, or its certificate says that something went wrong.
     """
     from trainer.model.loading import described
-    from turnwise.verify.certificate import Certificate
+    from turnwise.commands.features.certify.certificate import Certificate
 
     certificate, _ = Certificate.valid(trainer.model)
     if certificate is not None:

@@ -37,8 +37,8 @@ from turnwise.processes.served_model import (
     model_config,
     tool_parser_of,
 )
+from turnwise.sampling import ENFORCE_STRICT_TOOLS
 from turnwise.settings import Settings
-from turnwise.verify.engine import ENFORCE_STRICT_TOOLS
 
 CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""

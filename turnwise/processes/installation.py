@@ -17,25 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.adapter_names import own_version
+from turnwise.engine_checks import (
+    ADDRESS_HINT,
+    CHAT_ROUTE,
+    SERVER_INFO_ROUTE,
+    Requirement,
+    check_capture,
+    check_sampling_defaults,
+    read_models,
+    read_sampling_defaults,
+)
 from turnwise.errors import EngineUnavailable, TurnwiseError
 from turnwise.exchange import plugins
 from turnwise.installed import install_command, installed_version, missing_from
 from turnwise.processes import compatibility
 from turnwise.processes.engine_command import has_gpu, num_gpus, packages_problem
+from turnwise.sampling import STRICT_TOOLS_ADVICE, enforces_strict_tools
 from turnwise.settings import READABLE, mask_credentials
 from turnwise.types import Json, utc_now
-from turnwise.verify.engine import (
-    ADDRESS_HINT,
-    CHAT_ROUTE,
-    SERVER_INFO_ROUTE,
-    STRICT_TOOLS_ADVICE,
-    Requirement,
-    check_capture,
-    check_sampling_defaults,
-    enforces_strict_tools,
-    read_models,
-    read_sampling_defaults,
-)
 
 if TYPE_CHECKING:  # imported where it is used: each proxy imports this module, and few examine anything
     import httpx2

@@ -21,16 +21,17 @@ from proxy.routes.control import Caller, CheckedRoute, Here, Id, answer, describ
 from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
+from turnwise.engine_checks import POSITIONS_AT_ONCE
 from turnwise.errors import Conflict, NotFound
 from turnwise.features.images import placed_images, read_media
 from turnwise.features.summaries import why_left_out
 from turnwise.image_urls import image_digests
+from turnwise.sampling import NOT_REPEATABLE
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 from turnwise.types import TRAINED_ROLES, Json, Logprobs, Role, Session, TokenIds, Turn
-from turnwise.verify.engine import NOT_REPEATABLE, POSITIONS_AT_ONCE
 
 router = APIRouter(route_class=CheckedRoute, tags=["sessions"])
 

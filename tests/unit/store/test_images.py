@@ -18,11 +18,11 @@ from turnwise.exchange import training_formats
 from turnwise.features import forks, images, retention
 from turnwise.features.exports import experience_json
 from turnwise.features.images import IMAGES, PlacedImage, images_of, pack_images
+from turnwise.features.verify.records import verify
 from turnwise.store import experiences, rows, schema, turns
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
 from turnwise.types import Json, Session, Turn
-from turnwise.verify.records import verify
 
 FILE = b"\x89PNG the colour of a marker " * 40
 DIGEST = hashlib.sha256(FILE).hexdigest()

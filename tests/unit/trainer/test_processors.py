@@ -25,10 +25,10 @@ from trainer.forward import ForwardChecker
 from trainer.model.agent import PolicyAgent
 from trainer.model.model import Policy
 from turnwise.features.supports import SUPPORT as IDS
+from turnwise.features.verify.records import Verification
 from turnwise.store.turns import TurnView
 from turnwise.tokenizer import load_tokenizer
 from turnwise.types import PolicyVersion, Turn
-from turnwise.verify.records import Verification
 
 SIZE = 11
 """Ids of the vocabulary of the tests without a model."""

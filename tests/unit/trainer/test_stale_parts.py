@@ -9,8 +9,8 @@ from support.tiny_models import logprobs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.forward import load_version, name_stale_parts
+from turnwise.features.verify.records import Verification
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
-from turnwise.verify.records import Verification
 
 TEXT = list(range(3, 19))
 POSITIONS = list(range(1, len(TEXT)))

@@ -8,6 +8,9 @@ from __future__ import annotations
 import click
 
 from turnwise.commands.features import examples, lineage
+from turnwise.commands.features.certify.command import certify
+from turnwise.commands.features.doctor import doctor
+from turnwise.commands.features.verify.command import verify
 
 COMMANDS: tuple[tuple[str | None, click.Command], ...] = (
     (None, examples.examples),
@@ -15,4 +18,7 @@ COMMANDS: tuple[tuple[str | None, click.Command], ...] = (
     ("sessions", examples.pin),
     ("sessions", examples.unpin),
     ("policies", lineage.lineage),
+    (None, doctor),
+    (None, verify),
+    (None, certify),
 )

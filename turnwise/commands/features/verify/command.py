@@ -1,11 +1,9 @@
-"""`turnwise verify` and `turnwise doctor`: what each is run on, and how findings are printed."""
+"""The command `turnwise verify`: what it is run on, and how findings are printed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,10 +11,7 @@ import click
 from turnwise.commands.place import (
     DataPlace,
     api_filters,
-    database_option,
-    database_url,
     engine_client_options,
-    engine_urls,
     filter_of,
     filter_options,
     json_option,
@@ -24,16 +19,12 @@ from turnwise.commands.place import (
     sessions_of,
     takes_place,
 )
-from turnwise.errors import TurnwiseError
-from turnwise.types import Json, PolicyKind
+from turnwise.types import Json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from turnwise.client import Client
-    from turnwise.processes.installation import Finding
+    from turnwise.features.verify.records import Verification
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.records import Verification
 
 BAR_CHARACTERS = 30
 
@@ -102,8 +93,8 @@ def verify(
 def _verify_database(
     url: str, wanted: SessionFilter, engine: str | None, rule: Json, drawn: Json, *, is_forward: bool
 ) -> Verification:
-    from turnwise.verify import records as checks
-    from turnwise.verify.logprobs import LogprobChecker
+    from turnwise.features.verify import records as checks
+    from turnwise.features.verify.logprobs import LogprobChecker
 
     with opened(url, creates=False) as store:
         checker: checks.Checker | None = None
@@ -123,7 +114,7 @@ def _verify_database(
 
 
 def _verify_served(client: Client, filters: Json, rule: Json | None, drawn: Json) -> Verification:
-    from turnwise.verify.remote import ServedLogprobs, verify_served
+    from turnwise.commands.features.verify.remote import ServedLogprobs, verify_served
 
     checker = None if rule is None else ServedLogprobs(client, **rule)
     return verify_served(client, list(sessions_of(client, filters)), checker=checker, **drawn)
@@ -146,69 +137,3 @@ def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:
     for reason, number in found["not_checked"].items():
         click.echo(f"{click.style('left out', fg='yellow')}  {number}: {reason}")
     click.echo(f"{found['num_mismatches']} mismatches")
-
-
-@click.command("doctor")
-@click.option(
-    "--engine",
-    multiple=True,
-    metavar="URL",
-    help="Engine to check [default: those of the running `turnwise up`, or the proxy's].",
-)
-@click.option("--model", type=click.Path(exists=True, file_okay=False), help="Directory of a model to serve and train.")
-@database_option
-@json_option
-def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, as_json: bool) -> None:
-    """Check this installation, the engines and the database, or a model; exit 1 if something has to be done."""
-    findings = []
-    for finding in _examine(engine, database) if model is None else _examine_model(model):
-        findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
-        if not as_json:
-            colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]
-            click.echo(f"{click.style(finding.verdict.value.ljust(4), fg=colour)}  {finding.check}: {finding.text}")
-    if as_json:
-        click.echo(json.dumps(findings, indent=2))
-    if any(finding["verdict"] == "fail" for finding in findings):
-        sys.exit(1)
-
-
-def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]:
-    from turnwise.processes.installation import examine, examine_packages
-
-    with contextlib.suppress(ImportError):  # a copy without the store
-        import turnwise.features  # noqa: F401  the store calls them from here on
-    try:
-        return examine(engine_urls(engine), database_url(database), **engine_client_options())
-    except ModuleNotFoundError:
-        if engine or database:
-            raise
-        return examine_packages()  # the settings that name the rest are those of the proxy, which is not installed
-
-
-def _examine_model(model: str) -> Iterator[Finding]:
-    """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
-    from trainer.features import Settings
-    from turnwise.commands.preflight import check_trained
-    from turnwise.processes.engine_command import EngineSettings, check_model_fits
-    from turnwise.processes.installation import Finding, Severity
-    from turnwise.processes.served_model import check_chat_template, check_model_directory
-    from turnwise.verify.certificate import Certificate
-
-    for kind in PolicyKind:
-        engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)
-        try:
-            check_model_directory(Path(model))
-            check_chat_template(model, ())
-            check_model_fits(engine)
-            notes = check_trained(Settings(model=model, kind=kind))
-            text = "; ".join(f"{name}: {note}" for name, note in notes.items())
-            yield Finding(f"model, kind {kind}", Severity.OK, text)
-        except TurnwiseError as error:
-            yield Finding(f"model, kind {kind}", Severity.FAIL, str(error))
-    certificate, changed = Certificate.valid(model)
-    if changed:
-        text = f"was made with another {', '.join(changed)}, and says nothing any more; run `turnwise certify` again"
-        yield Finding("certificate", Severity.WARN, text)
-        return
-    rows = ["none; `turnwise certify` makes one"] if certificate is None else certificate.rows()
-    yield from (Finding("certificate", Severity.OK, row) for row in rows)

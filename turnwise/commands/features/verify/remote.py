@@ -15,8 +15,8 @@ import numpy as np
 
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
+from turnwise.features.verify.records import Verification, check_turns
 from turnwise.types import Json, Outcome, Turn
-from turnwise.verify.records import Verification, check_turns
 
 if TYPE_CHECKING:
     from turnwise.client import Client
@@ -62,7 +62,7 @@ def verify_served(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> Verification:
-    """Check sessions that a proxy returns; the arguments are those of `turnwise.verify.records.verify`."""
+    """Check sessions that a proxy returns; the arguments are those of `turnwise.features.verify.records.verify`."""
     report, draw = Verification(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
     report.checked["sessions"] = 0
     instants = ((each["version"], each["activated_at"]) for each in client.policies())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 from turnwise.engine_plugin.upstream import RANGE
 from turnwise.errors import EngineUnavailable
-from turnwise.sampling import GRAMMAR_BACKEND, GRAMMAR_IS_COMPACT, TOOL_GRAMMAR
 from turnwise.types import Json
 
 ADDRESS_HINT = "name the address of a vLLM server, without /v1"
@@ -25,12 +23,6 @@ CHAT_ROUTE = "/v1/chat/completions"
 CONTINUATION = "continuation"
 SERVER_INFO_ROUTE = "/server_info"
 """vLLM's development route that states the environment it runs with."""
-ENFORCE_STRICT_TOOLS = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
-"""Variable of vLLM, on by default: it samples calls of strict tools, and single calls, under a grammar."""
-STRICT_TOOLS_ADVICE = (
-    "replies to requests with strict tools, or with parallel_tool_calls=false, are sampled under a grammar and so "
-    f"stored but not trained; start the engine with {ENFORCE_STRICT_TOOLS}=0 to train them"
-)
 FORCED_LOGPROB = -0.01
 """A token with a bias of 100 has a processed logprob above this for any model; its raw logprob is far below."""
 BIAS = 100.0
@@ -47,23 +39,6 @@ SAME_NATS = 0.02
 """Logprobs of the same logits differ by less than this, also in bf16; any default that matters changes them by more."""
 POSITIONS_AT_ONCE = 64
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-NOT_REPEATABLE = (
-    "logit_bias",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    TOOL_GRAMMAR,
-    "response_format",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Sampling parameters whose effect on a token depends on the tokens sampled before it."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +88,6 @@ def check_capture(model: str) -> Check:
     return found
 
 
-def enforces_strict_tools(server_info: Json) -> bool:
-    """Return whether an engine enforces strict tools, by its answer on `SERVER_INFO_ROUTE`; True if it does not say."""
-    environment = server_info.get("vllm_env") if isinstance(server_info, dict) else None
-    return not isinstance(environment, dict) or environment.get(ENFORCE_STRICT_TOOLS) is not False
-
-
 def weights_dtype(server_info: Json) -> str | None:
     """Return the number format of an engine's weights, such as `float32`; None if it does not say."""
     try:
@@ -126,26 +95,6 @@ def weights_dtype(server_info: Json) -> str | None:
     except (KeyError, TypeError):
         return None
     return str(named).removeprefix("torch.")
-
-
-def most_alternatives(server_info: Json) -> int:
-    """Return how many alternatives a call may ask for at each token; 0 if the engine does not say."""
-    try:
-        most = int(server_info["vllm_config"]["model_config"]["max_logprobs"])
-    except (KeyError, TypeError, ValueError):
-        return 0
-    return sys.maxsize if most < 0 else most
-
-
-def grammar_settings(server_info: Json) -> Json:
-    """Return what an engine was told about grammars, as sampling parameters; nothing where it decides or is silent."""
-    try:
-        told = server_info["vllm_config"]["structured_outputs_config"]
-        backend, is_compact = str(told["backend"]), bool(told["disable_any_whitespace"])
-    except (KeyError, TypeError):
-        return {}
-    found: Json = {GRAMMAR_BACKEND: backend} if backend != "auto" else {}
-    return found | ({GRAMMAR_IS_COMPACT: True} if is_compact else {})
 
 
 SamplingCheck = Generator[Json, Json, tuple[Json | None, Requirement]]

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from turnwise.commands.features.certify.certificate import Certificate, Computed, KindResult, ingredients
 from turnwise.commands.output import print_process_line
+from turnwise.engine_checks import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.errors import ChildFailed, TurnwiseError
 from turnwise.files import create_private
 from turnwise.types import Json, PolicyKind
-from turnwise.verify.certificate import Certificate, Computed, KindResult, ingredients
-from turnwise.verify.engine import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.version_directory import base_version
 
 if TYPE_CHECKING:
     from turnwise.client import Client
+    from turnwise.commands.features.certify.engine_text import EngineText
     from turnwise.processes.supervisor import Supervisor
     from turnwise.store.turns import TurnView
-    from turnwise.verify.engine_text import EngineText
 
 GROUPS, GROUP_SIZE, TOKENS = 2, 4, 16
 WAIT_SECONDS = 900.0
@@ -86,9 +86,9 @@ def _tried(model: str, kind: str, place: Path, vllm_flags: tuple[str, ...], rate
 
     from trainer.features import Settings
     from trainer.model.loading import described
+    from turnwise.commands.features.certify.engine_text import EngineText
     from turnwise.processes.engine_command import has_gpu
     from turnwise.processes.served_model import check_served, cpu_dtype_of
-    from turnwise.verify.engine_text import EngineText
 
     result, database = KindResult(kind, dtype=cpu_dtype_of(model)), f"sqlite:///{place}/store.db"
     failures = (TurnwiseError, RuntimeError, MemoryError, OSError, openai.APIError)
@@ -276,8 +276,8 @@ def _compare(database: str, dtype: str) -> tuple[dict[str, Any], str]:
     from trainer.forward import ForwardChecker
     from turnwise.commands.place import opened
     from turnwise.features.records import session_records
+    from turnwise.features.verify.records import all_policies
     from turnwise.store.selection import SessionFilter
-    from turnwise.verify.records import all_policies
 
     with opened(database) as store:
         versions = {each.version: each for each in all_policies(store)}

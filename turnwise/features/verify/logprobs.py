@@ -7,20 +7,20 @@ from typing import Any
 
 import httpx2
 
-from turnwise.errors import BadCheckpoint, EngineUnavailable
-from turnwise.image_urls import image_digests
-from turnwise.settings import mask_credentials
-from turnwise.store.turns import TurnView
-from turnwise.types import Json
-from turnwise.verify.engine import (
+from turnwise.engine_checks import (
     ADDRESS_HINT,
-    NOT_REPEATABLE,
     POSITIONS_AT_ONCE,
     logprobs_request,
     read_logprobs,
     read_models,
 )
-from turnwise.verify.records import Verification
+from turnwise.errors import BadCheckpoint, EngineUnavailable
+from turnwise.features.verify.records import Verification
+from turnwise.image_urls import image_digests
+from turnwise.sampling import NOT_REPEATABLE
+from turnwise.settings import mask_credentials
+from turnwise.store.turns import TurnView
+from turnwise.types import Json
 from turnwise.version_directory import MANIFEST, read_json
 
 TIMEOUT_SECONDS = 300.0

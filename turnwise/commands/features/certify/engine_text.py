@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from turnwise.engine_checks import logprobs_request, read_logprobs, read_models
 from turnwise.errors import ChildFailed
 from turnwise.tokenizer import load_tokenizer
-from turnwise.verify.engine import logprobs_request, read_logprobs, read_models
 
 LONGEST_TEXT = 4096
 """Tokens of the text, where the model has as many positions."""

@@ -1,0 +1,86 @@
+"""The command `turnwise doctor`: it examines an installation, or a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from turnwise.commands.place import database_option, database_url, engine_client_options, engine_urls, json_option
+from turnwise.errors import TurnwiseError
+from turnwise.types import PolicyKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from turnwise.processes.installation import Finding
+
+
+@click.command("doctor")
+@click.option(
+    "--engine",
+    multiple=True,
+    metavar="URL",
+    help="Engine to check [default: those of the running `turnwise up`, or the proxy's].",
+)
+@click.option("--model", type=click.Path(exists=True, file_okay=False), help="Directory of a model to serve and train.")
+@database_option
+@json_option
+def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, as_json: bool) -> None:
+    """Check this installation, the engines and the database, or a model; exit 1 if something has to be done."""
+    findings = []
+    for finding in _examine(engine, database) if model is None else _examine_model(model):
+        findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
+        if not as_json:
+            colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]
+            click.echo(f"{click.style(finding.verdict.value.ljust(4), fg=colour)}  {finding.check}: {finding.text}")
+    if as_json:
+        click.echo(json.dumps(findings, indent=2))
+    if any(finding["verdict"] == "fail" for finding in findings):
+        sys.exit(1)
+
+
+def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]:
+    from turnwise.processes.installation import examine, examine_packages
+
+    with contextlib.suppress(ImportError):  # a copy without the store
+        import turnwise.features  # noqa: F401  the store calls them from here on
+    try:
+        return examine(engine_urls(engine), database_url(database), **engine_client_options())
+    except ModuleNotFoundError:
+        if engine or database:
+            raise
+        return examine_packages()  # the settings that name the rest are those of the proxy, which is not installed
+
+
+def _examine_model(model: str) -> Iterator[Finding]:
+    """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
+    from trainer.features import Settings
+    from turnwise.commands.features.certify.certificate import Certificate
+    from turnwise.commands.preflight import check_trained
+    from turnwise.processes.engine_command import EngineSettings, check_model_fits
+    from turnwise.processes.installation import Finding, Severity
+    from turnwise.processes.served_model import check_chat_template, check_model_directory
+
+    for kind in PolicyKind:
+        engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)
+        try:
+            check_model_directory(Path(model))
+            check_chat_template(model, ())
+            check_model_fits(engine)
+            notes = check_trained(Settings(model=model, kind=kind))
+            text = "; ".join(f"{name}: {note}" for name, note in notes.items())
+            yield Finding(f"model, kind {kind}", Severity.OK, text)
+        except TurnwiseError as error:
+            yield Finding(f"model, kind {kind}", Severity.FAIL, str(error))
+    certificate, changed = Certificate.valid(model)
+    if changed:
+        text = f"was made with another {', '.join(changed)}, and says nothing any more; run `turnwise certify` again"
+        yield Finding("certificate", Severity.WARN, text)
+        return
+    rows = ["none; `turnwise certify` makes one"] if certificate is None else certificate.rows()
+    yield from (Finding("certificate", Severity.OK, row) for row in rows)

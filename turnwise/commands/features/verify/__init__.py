@@ -1,0 +1,1 @@
+"""`turnwise verify`: the command, and the checks of what a proxy returns."""
