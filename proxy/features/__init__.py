@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 from proxy.calls.steps import CallStep
 from proxy.dialects.base import Dialect
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.gemini import Gemini
-from proxy.dialects.messages import Messages
-from proxy.dialects.responses import Responses
 from proxy.features.arms.counts import ArmCalls
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.compaction.step import ClearedThinking, ManageContext
@@ -25,6 +22,9 @@ from proxy.features.discovery.settings import DiscoverySettings
 from proxy.features.dropped import Dropped
 from proxy.features.experts import Experts
 from proxy.features.feedback.settings import FeedbackSettings
+from proxy.features.formats.gemini import Gemini
+from proxy.features.formats.messages import Messages
+from proxy.features.formats.responses import Responses
 from proxy.features.images import Images, ImageSettings
 from proxy.features.limits import CallLimits
 from proxy.features.limits.settings import LimitSettings

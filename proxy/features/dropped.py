@@ -6,9 +6,9 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 from proxy.calls.steps import CallStep
-from proxy.dialects.messages import HOSTED_BLOCKS
-from proxy.dialects.response_items import HOSTED_ITEMS
-from proxy.dialects.translated import TranslatedCall
+from proxy.features.formats.messages import HOSTED_BLOCKS
+from proxy.features.formats.response_items import HOSTED_ITEMS
+from proxy.features.formats.translated import TranslatedCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

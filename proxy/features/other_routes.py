@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope
 from proxy.auth import Principal
 from proxy.calls.earlier import read_turns
 from proxy.dialects.base import Action, Call, WireRoute
-from proxy.dialects.responses import Responses
-from proxy.dialects.translated import Translated
+from proxy.features.formats.responses import Responses
+from proxy.features.formats.translated import Translated
 from proxy.features.lengths import prompt_length
 from proxy.http.asgi import cancelled_when_client_leaves, parse_object, read_body
 from proxy.http.connections import LEFT

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from proxy.calls.earlier import read_turns
 from proxy.calls.steps import CallStep
-from proxy.dialects.translated import Translated, TranslatedCall
+from proxy.features.formats.translated import Translated, TranslatedCall
 from proxy.sessions.identities import EXPLICIT_SOURCES, next_id, next_prefix
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.features import resumed

@@ -6,9 +6,9 @@ import abc
 import dataclasses
 import enum
 
-from proxy.dialects.translated import TranslatedCall
 from proxy.features.compaction.edits import Edit
 from proxy.features.compaction.texts import END, PROMPT, framed, is_framed, with_prompt, without_prompt
+from proxy.features.formats.translated import TranslatedCall
 from proxy.sessions.conversation import canonical_content
 from proxy.sessions.roles import ASKS_FOR_SUMMARY, COMPACTION, KNOWN_TASK
 from turnwise.errors import EngineUnavailable

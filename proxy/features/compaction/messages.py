@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from proxy.dialects.base import SYSTEM_ROLES, Call
-from proxy.dialects.blocks import Block
 from proxy.dialects.chat import check_kinds
-from proxy.dialects.messages import MessageEncoder, Messages, is_cut_off, usage_of
 from proxy.features.compaction.calls import Form, Managed, ManagedCall, Summary, ask, know_task, resumed, said
 from proxy.features.compaction.edits import FIELD, prompt_of, read_edits
 from proxy.features.compaction.texts import framed, seal, unseal
+from proxy.features.formats.blocks import Block
+from proxy.features.formats.messages import MessageEncoder, Messages, is_cut_off, usage_of
 from proxy.routes.calls import SESSION
 from turnwise.errors import InvalidRequest, TurnwiseError
 from turnwise.store.turns import TurnView

@@ -14,9 +14,6 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import SYSTEM_ROLES, Call
-from proxy.dialects.blocks import Block, own_id
-from proxy.dialects.response_items import ToolMap, is_reference, read_tools
-from proxy.dialects.responses import ResponseEncoder, Responses
 from proxy.features.compaction.calls import (
     Form,
     Managed,
@@ -38,6 +35,9 @@ from proxy.features.compaction.texts import (
     unseal,
     without_prompt,
 )
+from proxy.features.formats.blocks import Block, own_id
+from proxy.features.formats.response_items import ToolMap, is_reference, read_tools
+from proxy.features.formats.responses import ResponseEncoder, Responses
 from proxy.routes.calls import SESSION
 from turnwise.errors import InvalidRequest, TurnwiseError
 from turnwise.image_urls import IMAGE_URL

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.gemini import Gemini
-from proxy.dialects.messages import Messages
-from proxy.dialects.responses import Responses
-from proxy.dialects.translated import Translated
+from proxy.features.formats.gemini import Gemini
+from proxy.features.formats.messages import Messages
+from proxy.features.formats.responses import Responses
+from proxy.features.formats.translated import Translated
 from turnwise.errors import InvalidRequest
 
 Json = dict[str, Any]

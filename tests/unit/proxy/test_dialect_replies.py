@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from proxy.dialects.base import Call, Captured, Dialect
-from proxy.dialects.gemini import Gemini
-from proxy.dialects.messages import Messages
-from proxy.dialects.responses import Responses
 from proxy.engines.vllm_forms import read_parts
+from proxy.features.formats.gemini import Gemini
+from proxy.features.formats.messages import Messages
+from proxy.features.formats.responses import Responses
 from proxy.http import problems
 from turnwise.errors import EngineUnavailable, Overloaded
 

@@ -13,9 +13,9 @@ from openai.types.responses.response_input_item_param import ResponseInputItemPa
 
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.gemini import Gemini
-from proxy.dialects.messages import Messages
-from proxy.dialects.responses import Responses
+from proxy.features.formats.gemini import Gemini
+from proxy.features.formats.messages import Messages
+from proxy.features.formats.responses import Responses
 from turnwise.errors import InvalidRequest
 
 

@@ -16,11 +16,11 @@ from support.conversations import new_chain
 from proxy.calls.capture import EventBuffer, Running, take_events
 from proxy.dialects.base import Captured, Dialect, event
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.gemini import Gemini
 from proxy.dialects.logprobs import read_logprobs
-from proxy.dialects.messages import Messages
-from proxy.dialects.responses import Responses
 from proxy.engines.engine import Engine, Lane
+from proxy.features.formats.gemini import Gemini
+from proxy.features.formats.messages import Messages
+from proxy.features.formats.responses import Responses
 from proxy.routes.calls import ReplySender
 from proxy.writer.frames import Link, frame
 from turnwise.types import Json

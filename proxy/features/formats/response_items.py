@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 
 from proxy.dialects.base import ENDED
-from proxy.dialects.blocks import Block, blocks_of
 from proxy.dialects.chat import check_kinds
-from proxy.dialects.translated import chat_tool_call, failed_text, joined_content, parts_of
+from proxy.features.formats.blocks import Block, blocks_of
+from proxy.features.formats.translated import chat_tool_call, failed_text, joined_content, parts_of
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.types import Json

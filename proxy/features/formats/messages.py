@@ -19,7 +19,8 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import MESSAGES, SAMPLED_ENDS, STREAM, Action, Call, WireRoute, named_event
-from proxy.dialects.blocks import (
+from proxy.dialects.chat import check_kinds, without_billing
+from proxy.features.formats.blocks import (
     Block,
     BlockEncoder,
     blocks_of,
@@ -29,8 +30,7 @@ from proxy.dialects.blocks import (
     own_id,
     read_error,
 )
-from proxy.dialects.chat import check_kinds, without_billing
-from proxy.dialects.translated import (
+from proxy.features.formats.translated import (
     Translated,
     TranslatedCall,
     chat_tool,

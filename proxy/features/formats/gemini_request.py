@@ -13,7 +13,7 @@ import math
 import re
 from typing import Any
 
-from proxy.dialects.translated import chat_tool, chat_tool_call, joined_content, parts_of, stream_and_prefill
+from proxy.features.formats.translated import chat_tool, chat_tool_call, joined_content, parts_of, stream_and_prefill
 from turnwise.errors import InvalidRequest
 from turnwise.json_text import dumps
 from turnwise.types import Json

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute, named_event
-from proxy.dialects.blocks import (
+from proxy.dialects.chat import check_kinds
+from proxy.features.formats.blocks import (
     Block,
     BlockEncoder,
     counts_of,
@@ -24,8 +25,7 @@ from proxy.dialects.blocks import (
     own_id,
     text_logprobs,
 )
-from proxy.dialects.chat import check_kinds
-from proxy.dialects.response_items import (
+from proxy.features.formats.response_items import (
     HOSTED_ITEMS,
     ToolMap,
     chat_messages,
@@ -40,7 +40,7 @@ from proxy.dialects.response_items import (
     reply_blocks,
     resolved,
 )
-from proxy.dialects.translated import Translated, TranslatedCall, stream_and_prefill
+from proxy.features.formats.translated import Translated, TranslatedCall, stream_and_prefill
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.json_text import dumps
 from turnwise.store.turns import TurnView

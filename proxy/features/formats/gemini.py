@@ -16,9 +16,18 @@ import msgspec
 import orjson
 
 from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, Action, Call, WireRoute, event
-from proxy.dialects.blocks import Assembler, Block, blocks_of, counts_of, embedded, own_id, read_error, status_of
-from proxy.dialects.gemini_request import chat_body, dropped_tools, num_signatures, read, read_object
-from proxy.dialects.translated import Translated, TranslatedCall
+from proxy.features.formats.blocks import (
+    Assembler,
+    Block,
+    blocks_of,
+    counts_of,
+    embedded,
+    own_id,
+    read_error,
+    status_of,
+)
+from proxy.features.formats.gemini_request import chat_body, dropped_tools, num_signatures, read, read_object
+from proxy.features.formats.translated import Translated, TranslatedCall
 from turnwise.types import Json
 
 STATUSES = {
