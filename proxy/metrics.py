@@ -89,9 +89,6 @@ class Metrics:
 
     def _add_calls(self) -> None:
         self.turns = self.counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
-        self.turns_by_role = self.counter(
-            "turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"]
-        )
         self.tokens = self.counter("turnwise_tokens", "Tokens captured", ["kind"])
         self.call_seconds = self._histogram(
             "turnwise_call_seconds", "Duration of a call, request to last byte", ["mode"]

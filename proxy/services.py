@@ -31,6 +31,7 @@ from proxy.metrics import Counted, Metrics
 from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
+from proxy.sessions.forest import Describe
 from proxy.sessions.place import Sessions, Unnamed
 from proxy.sessions.template import ChatTemplate
 from proxy.settings import ProxySettings
@@ -130,6 +131,8 @@ class Features(NamedTuple):
     dialects: Iterable[Dialect] = CORE_DIALECTS
     unnamed: type[Unnamed] = Unnamed
     """Finds the sessions of calls that name none."""
+    describe: Describe | None = None
+    """Returns what a feature keeps of each turn in memory."""
     prepare: Callable[[ChatTemplate], None] = as_it_is
     """Changes the template that was found, for example so that it takes less time; called in a thread."""
 
@@ -230,6 +233,7 @@ class Services:
             unnamed=self._features.unnamed,
             opened=self.opened,
             entering=self.steps.entering,
+            describe=self._features.describe,
         )
 
     def _reloader(self, faults: FaultPoints) -> Reloader:

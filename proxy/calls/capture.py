@@ -18,13 +18,12 @@ import numpy as np
 
 from proxy.auth import Principal
 from proxy.calls.retries import Attempt
-from proxy.calls.steps import CallStep
+from proxy.calls.steps import EVERY_CALL
 from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane
 from proxy.http.asgi import BodyMemory
 from proxy.sessions.forest import count_ids
 from proxy.sessions.place import CallPlace
-from proxy.sessions.roles import Root, find_role, read_root
 from proxy.writer.process import NewTurn
 from turnwise.errors import EngineUnavailable
 from turnwise.types import Outcome, SessionKey, utc_now
@@ -83,10 +82,8 @@ class Running(Captured):
     """Whether events of a stream were sent to the client."""
     version_first: int = 0
     version_last: int = 0
-    root: Root | None = None
-    """What a call without a parent shows about its chain; None until its turns are built."""
-    kept: dict[type[CallStep], Any] = dataclasses.field(default_factory=dict)
-    """What each step keeps of the call."""
+    kept: dict[Any, Any] = dataclasses.field(default_factory=lambda: {EVERY_CALL: None})
+    """What each step keeps of the call, under the step's class."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -171,7 +168,7 @@ def failed_turn(running: Running, reason: str) -> NewTurn:
 
 
 def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn]:
-    """Return one turn per choice, with the call's role; the ids of later choices end in `#1`, `#2`.
+    """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
 
     Args:
         running: the call.
@@ -179,11 +176,6 @@ def build_turns(running: Running, *, aborted: str | None = None) -> list[NewTurn
     """
     call, place, own_id = running.call, running.place, running.attempt.turn_id
     parent, common = place.parent, _common(running)
-    if parent is None:
-        running.root = read_root(call.messages, call.tools, common["sampling"])
-    common["role"], common["role_reason"] = find_role(
-        call, parent, place.reason, place.forest, running.root, is_named=place.inferred_by is None
-    )
     unplaced = None if call.media is None else call.media.find(call, place, running)
     sent = place.prompt  # in which images have their places now
     turns: list[NewTurn] = []

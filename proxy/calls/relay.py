@@ -26,9 +26,7 @@ from proxy.fault import FaultPoints
 from proxy.http import problems
 from proxy.http.asgi import cancelled_when_client_leaves
 from proxy.metrics import Metrics
-from proxy.sessions.forest import TurnForest
 from proxy.sessions.place import Sessions
-from proxy.sessions.roles import corrections
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import NewTurn
@@ -46,7 +44,6 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.store import turns as stored_turns
-from turnwise.types import Role
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -312,7 +309,6 @@ class Relay:
             return False
         for turn in turns:
             metrics.turns.labels(turn.outcome, turn.reason or "").inc()
-            metrics.turns_by_role.labels(turn.role).inc()
             metrics.tokens.labels("sampled").inc(len(turn.token_ids))
             if turn.sampling.get("temperature") == 0:
                 metrics.greedy_tokens.inc(len(turn.token_ids))
@@ -321,19 +317,10 @@ class Relay:
             metrics.breaks.labels(place.reason).inc()
         if running.first_token_at is not None:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
-        known = self._sessions.remember(place, turns, running.root)
-        for turn_ids, (role, reason) in corrections(known[0], place.forest, place.conversation) if known else ():
-            await self._correct_role(place.forest, turn_ids, role, reason)
+        known = self._sessions.remember(place, turns)
+        for each in self._steps.stored:
+            await each(running, turns, known)
         return True
-
-    async def _correct_role(self, forest: TurnForest, turn_ids: list[str], role: Role, reason: str) -> None:
-        try:
-            await self._writer.do(stored_turns.set_roles, turn_ids, role, reason)
-        except StoreError as error:  # the call's own turn is stored
-            log.warning("the turns %s keep their roles: %s", ", ".join(turn_ids), error)
-            return
-        for turn_id in turn_ids:
-            forest.by_id[turn_id].role = role
 
     async def _append(self, running: Running, turns: list[NewTurn]) -> bool:
         """Store turns, or count the call as not stored; return whether they are what is stored under their key.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from proxy.calls.capture import Running
     from proxy.metrics import Counted
+    from proxy.sessions.forest import KnownTurn
     from proxy.sessions.memory import Enter
     from proxy.settings import ProxySettings
     from proxy.writer.process import MakeRowStep, NewTurn
@@ -36,6 +37,8 @@ class CallStep:
     """It takes calls that have one of these: `EVERY_CALL`; when they are `admitted` `WITH_KEY`; when they are `asked`
     names of headers and metadata; when they are `sent` names of request fields, notes, the engine's defaults and parts
     that it gives. From `built` on it takes those of which it keeps something."""
+    takes_all: ClassVar[bool] = False
+    """Whether it takes all calls from `built` on."""
     session_fields: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
     """Fields of a new session that it serves, each with what raises a `ValueError` at a value that it refuses."""
     counters: ClassVar[Mapping[str, Counted]] = {}
@@ -74,6 +77,9 @@ class CallStep:
     def built(self, running: Running, turns: list[NewTurn]) -> None:
         """Take a call's turns before they are stored, also those of a call that was cut off after its first token."""
 
+    async def stored(self, running: Running, turns: list[NewTurn], known: list[KnownTurn]) -> None:
+        """Take the turns of any call that were stored; `known` are those that the next call may extend."""
+
     def received(self, running: Running) -> None:
         """Take a call that has its reply or has failed, while it still has its lane."""
 
@@ -107,6 +113,7 @@ class Steps:
         self.denied = self._overridden(lambda kind: kind.denied)
         self.sent = self._marked(self._overridden(lambda kind: kind.sent))
         self.built = self._kept(lambda kind: kind.built)
+        self.stored = self._overridden(lambda kind: kind.stored)
         self.received = self._kept(lambda kind: kind.received)
         self.ended = self._kept(lambda kind: kind.ended)
 
@@ -118,7 +125,8 @@ class Steps:
         return [(each.__self__.marks, each) for each in steps]
 
     def _kept(self, method: Callable[[Any], Any]) -> Meant:
-        return [(frozenset({type(each.__self__)}), each) for each in self._overridden(method)]
+        steps = self._overridden(method)
+        return [(frozenset({EVERY_CALL if each.__self__.takes_all else type(each.__self__)}), each) for each in steps]
 
     def asked_in(self, dialect: str) -> Meant:
         """Return the steps of calls of one dialect that were read."""

@@ -33,6 +33,7 @@ from proxy.features.policies.settings import PolicySettings
 from proxy.features.prices import Prices, PriceSettings
 from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
+from proxy.features.roles.step import Roles
 from proxy.features.sleep.settings import SleepSettings
 from proxy.features.supports import Supports, SupportSettings
 from proxy.features.tracing.settings import TracingSettings
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 STEPS: tuple[type[CallStep], ...] = (
     CallLimits,
+    Roles,
     Dropped,
     ConsentStep,
     Redaction,
@@ -69,7 +71,7 @@ ROUTES: tuple[str, ...] = (
     "proxy.features.exports",
     "proxy.features.examples",  # the label `must` has a route of its own, before those of all labels
     "proxy.features.labels",
-    "proxy.features.roles",
+    "proxy.features.roles.routes",
     "proxy.features.forks",
     "proxy.features.policies.routes",
     "proxy.features.rewinds",
@@ -119,6 +121,7 @@ def served() -> Features:
     from proxy.features.policies.names import NamedPolicies
     from proxy.features.proxies import Proxies
     from proxy.features.retention.deletion import Retention
+    from proxy.features.roles.chains import describe
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
     from proxy.features.transfers import MemoryLoader
@@ -130,4 +133,6 @@ def served() -> Features:
 
     here = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
     beside = (*here, SharedLimits, Proxies)
-    return Features(STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), DIALECTS, Inferred, shorten)
+    return Features(
+        STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), DIALECTS, Inferred, describe, shorten
+    )

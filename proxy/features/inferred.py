@@ -16,11 +16,11 @@ import cachetools
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
+from proxy.features.roles.chains import ASKS_FOR_SUMMARY, side_task
 from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
 from proxy.sessions.memory import MAX_SESSIONS, LiveSession
 from proxy.sessions.place import Caller, CallPlace, Sessions, Unnamed, opened_by_call
-from proxy.sessions.roles import ASKS_FOR_SUMMARY, side_task
 from turnwise.features import inferred, summaries
 from turnwise.store.database import Connection
 from turnwise.types import Json, Session, SessionStatus

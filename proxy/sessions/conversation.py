@@ -53,12 +53,8 @@ HELD_SECONDS = 0.002
 """How long messages are encoded or digested before other calls run."""
 SLICE_MESSAGES = 64
 """Messages that are encoded or digested between two looks at the clock."""
-MIN_TASK = 8
-"""Characters of an argument that may be the task of a sub-agent."""
-MIN_REPLY = 32
-"""Characters of a reply that is recognised by its text alone."""
-"""A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 NAMED_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+"""A tuple, not a set, because a client may send an unhashable value as a type."""
 TEXT_PARTS = (*NAMED_TEXT_PARTS, None)
 """Types of the parts that vLLM reads as text (vllm/renderers/chat_utils.py); it also takes texts as parts."""
 NAME, CALL_IDS = "name", "call_ids"
@@ -271,26 +267,6 @@ def tool_call_ids(message: Json) -> frozenset[str]:
     if not isinstance(calls, list):
         return frozenset()
     return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
-
-
-def text_digest(text: str) -> bytes:
-    return blake2b(text.strip().encode(errors="replace"), digest_size=DIGEST_BYTES).digest()
-
-
-def reply_digest(message: Json) -> bytes:
-    text = canonical_content(message.get("content")) if message.get("role") == "assistant" else None
-    return text_digest(text) if isinstance(text, str) and len(text.strip()) >= MIN_REPLY else b""
-
-
-def argument_digests(message: Json) -> frozenset[bytes]:
-    """Return the digests of the texts among the arguments of a message's tool calls."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return frozenset()
-    functions = [call.get("function") for call in calls if isinstance(call, dict)]
-    given = [canonical_arguments(each.get("arguments")) for each in functions if isinstance(each, dict)]
-    texts = (value for each in given if isinstance(each, dict) for value in each.values() if isinstance(value, str))
-    return frozenset(text_digest(text) for text in texts if len(text) >= MIN_TASK)
 
 
 def has_media(messages: Sequence[Json]) -> bool:

@@ -8,23 +8,23 @@ text of the next turn's new ids, and it is decoded only where a number is needed
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import orjson
 
-from proxy.sessions.conversation import ConversationDigests, reply_digest, tool_call_ids
-from turnwise.types import DEFAULT_POLICY, Json, Parts, Role, TokenIds
+from proxy.sessions.conversation import ConversationDigests, tool_call_ids
+from turnwise.types import DEFAULT_POLICY, Json, Parts, TokenIds, Turn
 
 PIECE_BYTES = 160
 """Memory of a piece of ids beside its text, roughly: the two objects."""
 TURN_BYTES = 660
 """Memory of a turn without its id and texts: the object, its digests and times, and its index entries."""
 FOREST_BYTES = 1_000
-AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
-"""Roles of chains that are an agent's own work."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -89,27 +89,21 @@ class KnownTurn:
     """Digest of the prompt's messages alone."""
     reasoning: str = ""
     call_ids: tuple[str, ...] = ()
-    arguments: frozenset[bytes] = frozenset()
-    reply_digest: bytes = b""
     is_aborted: bool = False
     is_truncated: bool = False
     """Whether the engine may have left out the begin of its prompt, as its call asked."""
-    is_empty: bool = False
-    """Whether its reply has neither text nor tool calls."""
-    role: Role = Role.MAIN
-    side_task: str | None = None
-    """At the root of a chain: what it asks for, if that is not an agent's own work."""
-    system_digest: bytes = b""
-    """At the root of a chain: the digest of its system messages."""
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    """When its call started and ended; seconds since 1970."""
+    about: Any = None
+    """What a feature keeps of it, with `num_bytes`; None without one."""
     has_child: bool = False
     """Whether a turn whose reply was not cut off extends it, or a call without its tokens went on from it."""
     parts: Parts | None = None
     """The parts of what its prompt adds to its parent's tokens; None without one."""
     tokens: EncodedIds | None = None
     """Prompt and sampled ids; None when they must be read from the store."""
+
+
+Describe = Callable[[Turn, KnownTurn | None], Any]
+"""Returns what a feature keeps of a stored turn, whose parent it gets, as `KnownTurn.about`."""
 
 
 def repeated_calls(messages: Sequence[Json]) -> frozenset[str]:
@@ -130,11 +124,6 @@ class TurnForest:
     by_dialogue: TurnIndex = dataclasses.field(default_factory=dict)
     """The same without system messages, tools and template arguments."""
     by_prompt: TurnIndex = dataclasses.field(default_factory=dict)
-    agent_roots: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
-    """The first root under each system message, of those that ask for an agent's own work."""
-    side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
-    """The other roots: each asks for what its `side_task` names."""
-    has_empty_reply: bool = False
     num_bytes: int = FOREST_BYTES
     """Memory of all turns, roughly, without their tokens."""
 
@@ -151,15 +140,10 @@ class TurnForest:
             (self.by_prompt, turn.prompt_digest),
         ):
             index[digest] = (*index.get(digest, ()), turn)
-        texts = (turn.turn_id, turn.reasoning, turn.side_task or "", turn.reply_digest, *turn.call_ids)
+        texts = (turn.turn_id, turn.reasoning, *turn.call_ids)
         self.num_bytes += TURN_BYTES + sum(map(sys.getsizeof, texts))
-        if turn.arguments:
-            self.num_bytes += sum(map(sys.getsizeof, (turn.arguments, *turn.arguments)))
-        self.has_empty_reply |= turn.is_empty
-        if turn.parent_turn_id is None and turn.side_task is None:
-            self.agent_roots.setdefault(turn.system_digest, turn)
-        elif turn.parent_turn_id is None:
-            self.side_roots.append(turn)
+        if turn.about is not None:
+            self.num_bytes += turn.about.num_bytes
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
@@ -167,14 +151,11 @@ class TurnForest:
             turn.chain_id = parent.chain_id if turn.chain_id == parent.chain_id else turn.chain_id
         return turn
 
-    def siblings(self, turn: KnownTurn) -> list[KnownTurn]:
-        same = self.by_prompt[turn.prompt_digest]
-        return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
-
     def left_out(self, parent: KnownTurn | None, conversation: ConversationDigests) -> list[KnownTurn]:
         """Return the turns after `parent` whose prompt a conversation repeats, and whose reply it leaves out."""
         parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
-        replies, digests = set(conversation.replies), conversation.messages[first:]
+        digests = conversation.messages[first:]
+        replies = set(conversation.replies[bisect.bisect_left(conversation.replies, first) :])
         prompts = [digest for end, digest in enumerate(digests, first + 1) if end not in replies]
         return [
             turn for digest in prompts for turn in self.by_prompt.get(digest, ()) if turn.parent_turn_id == parent_id
@@ -195,19 +176,6 @@ class TurnForest:
                 same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
                 return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
         return None
-
-    def find_reply(self, messages: Sequence[Json]) -> KnownTurn | None:
-        """Return the newest agent's turn whose reply the messages repeat, by the ids of its tool calls or its text."""
-        call_ids = repeated_calls(messages)
-        texts = {reply_digest(message) for message in messages} - {b""}
-        return next(
-            (
-                turn
-                for turn in reversed(self.by_id.values())
-                if turn.role in AGENTS and (not call_ids.isdisjoint(turn.call_ids) or turn.reply_digest in texts)
-            ),
-            None,
-        )
 
     def break_reason(self, conversation: ConversationDigests, parent: KnownTurn | None = None) -> str | None:
         """Return why a conversation extends no turn, or the earlier one `parent`; None if it breaks nothing."""

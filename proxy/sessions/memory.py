@@ -21,15 +21,11 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.sessions.conversation import (
     NO_FIELDS,
-    argument_digests,
-    canonical_content,
     chained,
     message_digest,
-    reply_digest,
     tool_call_ids,
 )
-from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encode_ids
-from proxy.sessions.roles import COMPACTION_PROMPT, Root, read_root
+from proxy.sessions.forest import Describe, EncodedIds, KnownTurn, TurnForest, encode_ids
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import NotFound
@@ -37,7 +33,7 @@ from turnwise.json_text import dumps
 from turnwise.parts import known as PARTS  # noqa: N812
 from turnwise.store import conversations, sessions
 from turnwise.store.database import Connection, Database
-from turnwise.types import Outcome, Role, Session, SessionKey, Turn
+from turnwise.types import Outcome, Session, SessionKey, Turn
 
 MAX_SESSIONS = 20_000
 """Maximum number of sessions in the memory of one process."""
@@ -192,6 +188,7 @@ class SessionCache(LiveSessions):
         faults: FaultPoints,
         opened: Sequence[Callable[[Session], Session]] = (),
         entering: Sequence[Callable[[Session], Enter | None]] = (),
+        describe: Describe | None = None,
     ) -> None:
         super().__init__(MAX_SESSIONS, settings.cache_share("turns"), settings.cache_share("tokens"))
         self.fields_read = NO_FIELDS
@@ -200,6 +197,7 @@ class SessionCache(LiveSessions):
         """What features make of a new session, before it is stored."""
         self._entering = entering
         """What features return that changes the calls of a session."""
+        self.describe = describe
         self._database = database
         self._writer = writer
         self._metrics = metrics
@@ -314,16 +312,19 @@ class SessionCache(LiveSessions):
         unknown, num_read = conversations.unknown_turns(
             connection, tenant, session_id, first=live.num_read, known=by_id
         )
-        return known_turns(unknown, by_id, self.fields_read), num_read
+        return known_turns(unknown, by_id, self.fields_read, self.describe), num_read
 
 
-def known_turns(turns: Sequence[Turn], by_id: dict[str, KnownTurn], fields: frozenset[str]) -> list[KnownTurn]:
+def known_turns(
+    turns: Sequence[Turn], by_id: dict[str, KnownTurn], fields: frozenset[str], describe: Describe | None
+) -> list[KnownTurn]:
     """Return stored turns with sampled tokens, in the order of their commits, as they are kept in memory.
 
     Args:
         turns: stored turns that are not in memory, each with the messages that it adds to its parent's.
         by_id: the session's turns in memory; these are added.
         fields: what the template prints of `NAME` and `CALL_IDS`.
+        describe: returns what a feature keeps of each.
     """
     found = []
     for turn in turns:
@@ -331,7 +332,7 @@ def known_turns(turns: Sequence[Turn], by_id: dict[str, KnownTurn], fields: froz
             parent = by_id.get(turn.parent_turn_id or "")
             digests = (message_digest(message, fields) for message in turn.messages)
             before = functools.reduce(chained, digests, b"" if parent is None else parent.messages_digest)
-            known = by_id[turn.turn_id] = known_turn(turn, parent, before)
+            known = by_id[turn.turn_id] = known_turn(turn, parent, before, describe)
             found.append(known)
     return found
 
@@ -340,8 +341,8 @@ def known_turn(
     turn: Turn,
     parent: KnownTurn | None,
     prompt_digest: bytes,
+    describe: Describe | None,
     *,
-    root: Root | None = None,
     tokens: EncodedIds | None = None,
 ) -> KnownTurn:
     """Return what is kept in memory of a stored turn: what is needed to extend it.
@@ -350,16 +351,10 @@ def known_turn(
         turn: the turn, with the messages that it adds to its parent's.
         parent: the turn that it extends; None at the root of a chain.
         prompt_digest: the digest of its prompt's messages alone.
-        root: `read_root` of its call, if that was read before.
+        describe: returns what a feature keeps of it.
         tokens: its prompt and sampled ids; None if they are to be read from the store.
     """
-    side_task, system_digest = None, b""
-    if turn.parent_turn_id is None:
-        side_task, system_digest = root or read_root(turn.messages, turn.tools, turn.sampling)
-    role = turn.role or Role.MAIN
-    if turn.role_reason == COMPACTION_PROMPT and parent is not None and parent.role is not Role.RETRY:
-        role = parent.role  # a side call does not change the role of its chain
-    started_at, calls = turn.created_at.timestamp(), turn.response.get("tool_calls")
+    calls = turn.response.get("tool_calls")
     return KnownTurn(
         turn_id=turn.turn_id,
         policy_id=turn.policy_id,
@@ -372,16 +367,9 @@ def known_turn(
         prompt_digest=prompt_digest,
         reasoning=turn.response.get("reasoning") or "",
         call_ids=tuple(tool_call_ids(turn.response)) if calls else (),
-        arguments=argument_digests(turn.response) if calls else frozenset(),
-        reply_digest=reply_digest(turn.response),
         is_aborted=turn.outcome is Outcome.ABORTED,
         is_truncated=turn.sampling.get(TRUNCATION) is not None,
-        is_empty=not calls and not canonical_content(turn.response.get("content")),
-        role=role,
-        side_task=side_task,
-        system_digest=system_digest,
-        started_at=started_at,
-        ended_at=started_at + turn.duration_seconds,
+        about=None if describe is None else describe(turn, parent),
         parts={name: packed for name, packed in turn.parts.items() if name in PARTS and PARTS[name].is_of_prompt}
         or None,
         tokens=tokens,

@@ -31,7 +31,7 @@ from proxy.sessions.conversation import (
     Conversations,
     context_digest,
 )
-from proxy.sessions.forest import EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
+from proxy.sessions.forest import Describe, EncodedIds, KnownTurn, TurnForest, encoded, ids_as_text
 from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
 from proxy.sessions.memory import TRUNCATION, Enter, LiveSession, SessionCache, known_turn
 from proxy.sessions.rendering import UNCOUNTED_BYTES, RenderThreads, check_fits
@@ -157,10 +157,13 @@ class Sessions:
         unnamed: type[Unnamed] | None = None,
         opened: Sequence[Callable[[Session], Session]] = (),
         entering: Sequence[Callable[[Session], Enter | None]] = (),
+        describe: Describe | None = None,
     ) -> None:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
-        self.cache = SessionCache(database, writer, settings, metrics, faults or FaultPoints(), opened, entering)
+        self.cache = SessionCache(
+            database, writer, settings, metrics, faults or FaultPoints(), opened, entering, describe
+        )
         self.database = database
         self.writer = writer
         self._settings = settings
@@ -272,7 +275,7 @@ class Sessions:
         live, conversation, forest = place.live, place.conversation, place.forest
         if not conversation.num_replied:
             if self.is_shared and forest.by_id:
-                await self.cache.refresh(live)  # the role of a new chain depends on the session's others
+                await self.cache.refresh(live)  # what a new chain is may depend on the session's others
             place.reason = forest.break_reason(conversation)
         elif not self._settings.continuation:
             place.reason = "continuation_off"
@@ -368,13 +371,8 @@ class Sessions:
             if not self.reserved[turn_id]:
                 del self.reserved[turn_id]
 
-    def remember(
-        self, place: CallPlace, turns: Iterable[NewTurn], root: tuple[str | None, bytes] | None = None
-    ) -> list[KnownTurn]:
-        """Add the committed turns of a call, so that the next call can extend them; return them as they are kept.
-
-        `root` is what its messages show about a new chain, if that was read before.
-        """
+    def remember(self, place: CallPlace, turns: Iterable[NewTurn]) -> list[KnownTurn]:
+        """Add the committed turns of a call, so that the next call can extend them; return them as they are kept."""
         sent, before, known = place.prompt, place.conversation.messages, []
         for turn in turns:
             if not len(turn.token_ids):
@@ -387,7 +385,7 @@ class Sessions:
             elif turn.encoded_prompt:  # a piece of its own, because a long one would be copied
                 ids_before = encoded(turn.encoded_prompt, turn.prompt_length)
             tokens = encoded(ids, turn.prompt_length + len(turn.token_ids), ids_before)
-            known.append(known_turn(turn, parent, before[-1] if before else b"", root=root, tokens=tokens))
+            known.append(known_turn(turn, parent, before[-1] if before else b"", self.cache.describe, tokens=tokens))
         self.cache.add_turns(place.live, known)
         if place.reserved is not None and any(not turn.is_aborted for turn in known):
             place.reserved.has_child = True

@@ -8,9 +8,8 @@ from support.conversations import conversation_of
 
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.sessions.conversation import argument_digests, reply_digest
+from proxy.features.roles.chains import About, argument_digests, corrections, find_role, read_root, reply_digest
 from proxy.sessions.forest import KnownTurn, TurnForest
-from proxy.sessions.roles import corrections, find_role, read_root
 from turnwise.types import Json, Role
 
 CODER: Json = {"role": "system", "content": "You write code."}
@@ -62,15 +61,17 @@ def stored(
         messages_digest=b"",
         dialogue_digest=b"",
         prompt_digest=conversation_of(call).messages[-1],
-        role=role,
-        is_empty=is_empty,
-        side_task=side_task if parent is None else None,
-        system_digest=system_digest,
-        started_at=at,
-        ended_at=at + 1,
         is_aborted=aborted,
-        arguments=arguments,
-        reply_digest=reply_digest(reply or {}),
+        about=About(
+            role=role,
+            is_empty=is_empty,
+            side_task=side_task if parent is None else None,
+            system_digest=system_digest,
+            started_at=at,
+            ended_at=at + 1,
+            arguments=arguments,
+            reply_digest=reply_digest(reply or {}),
+        ),
     )
     forest.add(turn)
     return turn
@@ -136,7 +137,7 @@ def test_a_later_chain_of_the_agent_is_none_of_its_first_attempt():
     forest = TurnForest()
     first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
     shown(forest, "c", call_of(CODER, USER, USER), second, at=4.0)
-    first.role = Role.RETRY
+    first.about.role = Role.RETRY
     assert role_of(call_of(CODER, {"role": "user", "content": "So far."}), forest) == (Role.MAIN, "same_system")
 
 
@@ -225,7 +226,7 @@ def test_a_call_without_tools_whose_system_message_asks_for_a_summary_of_its_his
     call = call_of(*messages)
     assert role_of(call, forest, reason="system_changed") == (Role.SUMMARY, "asks_for_summary")
     call = call_of(*messages, tools=TOOLS)
-    assert role_of(call, forest, reason="system_changed") == (agent.role, "continues_conversation")
+    assert role_of(call, forest, reason="system_changed") == (agent.about.role, "continues_conversation")
 
 
 @pytest.mark.parametrize("harness", SUMMARIES)
@@ -304,7 +305,7 @@ def test_a_turn_that_extends_an_attempt_that_was_sampled_again_disproves_the_mar
     replied = call_of({"role": "system", "content": "You search."}, USER, {"role": "assistant", "content": "a"}, USER)
     (marked,) = shown(forest, "second-next", replied, twins[1], at=4.0)
     assert (marked[0], marked[1][0]) == (["first"], Role.RETRY)
-    twins[0].role = Role.RETRY
+    twins[0].about.role = Role.RETRY
     assert role_of(replied, forest, twins[0]) == (Role.SUB_AGENT, "extends")
     (restored,) = shown(forest, "first-next", replied, twins[0], at=6.0)
     assert restored == (["first"], (Role.SUB_AGENT, "continued"))

@@ -12,20 +12,30 @@ import dataclasses
 import functools
 import operator
 import re
+import sys
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from proxy.dialects.base import SYSTEM_ROLES, Call
-from proxy.sessions.conversation import ConversationDigests, canonical_content, text_digest
-from proxy.sessions.forest import KnownTurn, TurnForest
-from turnwise.types import Json, Role
+from proxy.sessions.conversation import DIGEST_BYTES, ConversationDigests, canonical_arguments, canonical_content
+from proxy.sessions.forest import KnownTurn, TurnForest, repeated_calls
+from turnwise.types import Json, Role, Turn
 
+AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
+"""Roles of chains that are an agent's own work."""
+MIN_TASK = 8
+"""Characters of an argument that may be the task of a sub-agent."""
+MIN_REPLY = 32
+"""Characters of a reply that is recognised by its text alone."""
 SCANNED_CHARACTERS = 4000
 """Characters of a message that are searched for what it asks for."""
 MAX_SEARCHED = 256
 """Searches whose result is kept: an agent sends its system message with every call."""
 PROBE_TOKENS = 4
 """A call that may sample no more than these tokens only tests the connection."""
+ABOUT_BYTES = 140
+"""Memory of what is kept of a turn, without its texts."""
 COMPACTION_PROMPT = "compaction_prompt"
 """Reason of a turn that asks for a summary in the chain that is summarised: the turn alone has another role."""
 AFTER_SUMMARY = "after_summary"
@@ -37,6 +47,50 @@ ASKS_FOR_SUMMARY = "asks_for_summary"
 Root: TypeAlias = tuple[str | None, bytes]
 """What a chain's first turn shows about it: `side_task` of its call, and the digest of the system messages before the
 first other message."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class About:
+    """What is kept of a turn to find the roles of others."""
+
+    role: Role = Role.MAIN
+    side_task: str | None = None
+    """At the root of a chain: what it asks for, if that is not an agent's own work."""
+    system_digest: bytes = b""
+    """At the root of a chain: the digest of its system messages."""
+    arguments: frozenset[bytes] = frozenset()
+    reply_digest: bytes = b""
+    is_empty: bool = False
+    """Whether its reply has neither text nor tool calls."""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    """When its call started and ended; seconds since 1970."""
+
+    @property
+    def num_bytes(self) -> int:
+        arguments = (self.arguments, *self.arguments) if self.arguments else ()
+        return ABOUT_BYTES + sum(map(sys.getsizeof, (self.side_task or "", self.reply_digest, *arguments)))
+
+
+def describe(turn: Turn, parent: KnownTurn | None) -> About:
+    """Return what is kept of a stored turn, with the messages that it adds to its parent's."""
+    side_task, system_digest = None, b""
+    if turn.parent_turn_id is None:
+        side_task, system_digest = read_root(turn.messages, turn.tools, turn.sampling)
+    role = turn.role or Role.MAIN
+    if turn.role_reason == COMPACTION_PROMPT and parent is not None and parent.about.role is not Role.RETRY:
+        role = parent.about.role  # a side call does not change the role of its chain
+    started_at, calls = turn.created_at.timestamp(), turn.response.get("tool_calls")
+    return About(
+        role=role,
+        side_task=side_task,
+        system_digest=system_digest,
+        arguments=argument_digests(turn.response) if calls else frozenset(),
+        reply_digest=reply_digest(turn.response),
+        is_empty=not calls and not canonical_content(turn.response.get("content")),
+        started_at=started_at,
+        ended_at=started_at + turn.duration_seconds,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +193,7 @@ def find_role(
         if known == ASKS_FOR_SUMMARY or (known is None and _asks_for(COMPACTION, _last_text(call.messages))):
             return Role.SUMMARY, COMPACTION_PROMPT
         is_after = _asks_for(COMPACTION, _last_text(call.messages[parent.num_messages - 2 : parent.num_messages - 1]))
-        role = parent.role if parent.role is not Role.RETRY else continued_role(parent, forest)
+        role = continued_role(parent, forest)
         return role, AFTER_SUMMARY if is_after else "extends"
     if known == ASKS_FOR_SUMMARY:
         return Role.SUMMARY, ASKS_FOR_SUMMARY
@@ -147,7 +201,7 @@ def find_role(
         return Role.SUB_AGENT, "agent_id"
     assert root is not None
     task, system_digest = root
-    if not forest.agent_roots:
+    if not _agent_roots(forest):
         is_known = task is not None and not is_named and any(_asks_for(SHIPPED, t) for t in _asked_texts(call.messages))
         return (_role_of(task), task) if task is not None and is_known else (Role.MAIN, "first_chain")
     if task is not None:
@@ -158,14 +212,14 @@ def find_role(
 def _later_role(call: Call, reason: str | None, forest: TurnForest, system_digest: bytes) -> tuple[Role, str]:
     if reason is not None and reason != "edited_history":
         return Role.MAIN, "continues_conversation"
-    same = forest.agent_roots.get(system_digest)
+    same = next((each for each in _agent_roots(forest) if each.about.system_digest == system_digest), None)
     has_replies = any(message.get("role") == "assistant" for message in call.messages)
     if same is not None and not has_replies and _is_asked_by_call(call.messages, forest):
         return Role.SUB_AGENT, "asked_by_tool_call"
     if same is not None:
         return continued_role(same, forest), "same_system"
-    continued = forest.find_reply(call.messages) if has_replies else None
-    return (Role.SUB_AGENT, "other_system") if continued is None else (continued.role, "continues_conversation")
+    continued = _find_reply(call.messages, forest) if has_replies else None
+    return (Role.SUB_AGENT, "other_system") if continued is None else (_role(continued), "continues_conversation")
 
 
 def corrections(
@@ -179,29 +233,31 @@ def corrections(
         conversation: the messages of its call.
     """
     found: list[tuple[list[str], tuple[Role, str]]] = []
-    if turn.parent_turn_id is None and turn.side_task is None:
-        for root in forest.side_roots:
-            if root.role is Role.MAIN and root.side_task is not None:
+    if turn.parent_turn_id is None and turn.about.side_task is None:
+        for root in [each for each in forest.by_id.values() if each.parent_turn_id is None]:
+            if root.about.role is Role.MAIN and root.about.side_task is not None:
                 chain = [each.turn_id for each in forest.by_id.values() if each.chain_id == root.chain_id]
-                found.append((chain, (_role_of(root.side_task), root.side_task)))
-    siblings = [other for other in forest.siblings(turn) if other.is_aborted]
+                found.append((chain, (_role_of(root.about.side_task), root.about.side_task)))
+    siblings = [other for other in _siblings(turn, forest) if other.is_aborted]
     parent = forest.by_id.get(turn.parent_turn_id or "")
-    if parent is not None and parent.role is Role.RETRY:
-        marked = [each.turn_id for each in forest.ancestors(parent) if each.role is Role.RETRY]
+    if parent is not None and parent.about.role is Role.RETRY:
+        marked = [each.turn_id for each in forest.ancestors(parent) if each.about.role is Role.RETRY]
         found.append((marked, (continued_role(parent, forest), "continued")))
     if parent is not None:
         siblings += [
-            other for other in forest.siblings(parent) if not other.has_child and other.ended_at <= parent.started_at
+            other
+            for other in _siblings(parent, forest)
+            if not other.has_child and other.about.ended_at <= parent.about.started_at
         ]
-    discarded = [other.turn_id for other in siblings if other.role is not Role.RETRY]
+    discarded = [other.turn_id for other in siblings if other.about.role is not Role.RETRY]
     if discarded:
         found.append((discarded, (Role.RETRY, "sampled_again")))
     # The session's reward is not for a reply with nothing in it, after which the harness asks again.
     empty = [
         other.turn_id
-        for other in (forest.left_out(parent, conversation) if forest.has_empty_reply else ())
-        if other.is_empty and not other.has_child and other.ended_at <= turn.started_at and other.role is not Role.RETRY
-        if other is not turn
+        for other in forest.left_out(parent, conversation)
+        if other.about.is_empty and not other.has_child and other is not turn
+        if other.about.ended_at <= turn.about.started_at and other.about.role is not Role.RETRY
     ]
     if empty:
         found.append((empty, (Role.RETRY, "empty_reply")))
@@ -214,17 +270,62 @@ def continued_role(turn: KnownTurn, forest: TurnForest) -> Role:
     Of two attempts with the same prompt, as parallel sub-agents with one task make them, the client may continue both.
     """
     for each in forest.ancestors(turn):
-        if each.role is not Role.RETRY:
-            return each.role
-        others = sorted(forest.siblings(each), key=operator.attrgetter("is_aborted"))
-        if found := next((other.role for other in others if other.role is not Role.RETRY), None):
+        if each.about.role is not Role.RETRY:
+            return _role(each)
+        others = sorted(_siblings(each, forest), key=operator.attrgetter("is_aborted"))
+        if found := next((_role(other) for other in others if other.about.role is not Role.RETRY), None):
             return found
     return Role.MAIN
 
 
 def _is_asked_by_call(messages: Sequence[Json], forest: TurnForest) -> bool:
     asked = text_digest(_last_text(messages, None))
-    return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
+    return any(asked in turn.about.arguments and not turn.has_child for turn in forest.by_id.values())
+
+
+def _role(turn: KnownTurn) -> Role:
+    role: Role = turn.about.role
+    return role
+
+
+def _agent_roots(forest: TurnForest) -> list[KnownTurn]:
+    """Return the roots of chains that ask for an agent's own work, in the order in which they were added."""
+    return [each for each in forest.by_id.values() if each.parent_turn_id is None and each.about.side_task is None]
+
+
+def _find_reply(messages: Sequence[Json], forest: TurnForest) -> KnownTurn | None:
+    """Return the newest agent's turn whose reply the messages repeat, by the ids of its tool calls or its text."""
+    call_ids = repeated_calls(messages)
+    texts = {reply_digest(message) for message in messages} - {b""}
+    agents = (each for each in reversed(forest.by_id.values()) if each.about.role in AGENTS)
+    return next(
+        (each for each in agents if not call_ids.isdisjoint(each.call_ids) or each.about.reply_digest in texts), None
+    )
+
+
+def _siblings(turn: KnownTurn, forest: TurnForest) -> list[KnownTurn]:
+    same = forest.by_prompt[turn.prompt_digest]
+    return [each for each in same if each.turn_id != turn.turn_id and each.parent_turn_id == turn.parent_turn_id]
+
+
+def text_digest(text: str) -> bytes:
+    return blake2b(text.strip().encode(errors="replace"), digest_size=DIGEST_BYTES).digest()
+
+
+def reply_digest(message: Json) -> bytes:
+    text = canonical_content(message.get("content")) if message.get("role") == "assistant" else None
+    return text_digest(text) if isinstance(text, str) and len(text.strip()) >= MIN_REPLY else b""
+
+
+def argument_digests(message: Json) -> frozenset[bytes]:
+    """Return the digests of the texts among the arguments of a message's tool calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return frozenset()
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    given = [canonical_arguments(each.get("arguments")) for each in functions if isinstance(each, dict)]
+    texts = (value for each in given if isinstance(each, dict) for value in each.values() if isinstance(value, str))
+    return frozenset(text_digest(text) for text in texts if len(text) >= MIN_TASK)
 
 
 def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | None:
