@@ -28,7 +28,7 @@ from trainer.batch.forest import Forest, Layout, block_mask, dense_mask
 from trainer.batch.logprobs import token_logprobs
 from trainer.features.supports.grammars import GrammarMasks
 from trainer.features.supports.processors import Processing, RowProcessors, SampledTurn, TurnProcessors
-from turnwise.engine_plugin.supports import from_text, to_text
+from turnwise.engine_plugin.features.supports import from_text, to_text
 from turnwise.features.supports import pack, unpack
 
 TURN_TOKENS, SUPPORT_SIZES = 200, (3, 20, 300)

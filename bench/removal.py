@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("proxy", "trainer", "turnwise")
-OWN = {"images": ("turnwise/engine_plugin/images.py",)}
+OWN = {"images": ("turnwise/engine_plugin/features/images.py",)}
 """Files of a feature that stand where another program loads them, by the feature."""
 
 

@@ -28,7 +28,7 @@ from proxy.dialects.base import SENT, Call, Captured
 from proxy.sessions.conversation import TEXT_PARTS
 from proxy.sessions.forest import KnownTurn, encoded, ids_as_text
 from proxy.sessions.place import CallMedia, CallPlace
-from turnwise.engine_plugin.images import FIELD, RERENDERED
+from turnwise.engine_plugin.features.images import FIELD, RERENDERED
 from turnwise.errors import InvalidRequest, TooLarge
 from turnwise.features.images import IMAGES, Media, pack_images
 from turnwise.image_urls import IMAGE_URL, image_digests

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from proxy.calls.steps import CallStep
 from turnwise.engine_checks import CHAT_ROUTE
-from turnwise.engine_plugin.supports import FIELD
+from turnwise.engine_plugin.features.supports import FIELD
 from turnwise.sampling import (
     STRICT_TOOLS_ADVICE,
     SUPPORT,

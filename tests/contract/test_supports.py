@@ -13,7 +13,7 @@ from turnwise_fake_engine.sampling import truncated
 
 from proxy.features.supports import truncates
 from turnwise.engine_plugin.__main__ import write_plugin
-from turnwise.engine_plugin.supports import FIELD
+from turnwise.engine_plugin.features.supports import FIELD
 from turnwise.features.supports import SUPPORT, as_json, unpack
 
 TOP_K = 5
@@ -136,8 +136,8 @@ def test_a_call_truncates_by_its_own_parameters_and_by_the_engines_defaults(samp
 
 def test_the_plugin_that_is_copied_to_another_vllm_needs_no_other_module_of_ours(tmp_path):
     write_plugin(tmp_path)
-    needed = "from turnwise.engine_plugin import cpu_kernels, supports; print(cpu_kernels.__file__, supports.__file__)"
+    needed = "from turnwise.engine_plugin.features import cpu_kernels as c, supports as s; print(c.__file__, s.__file__)"
     alone = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", needed]
     ran = subprocess.run(command, check=True, env=alone, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert [Path(each).parents[1] for each in ran.stdout.split()] == [tmp_path / "turnwise"] * 2
+    assert [Path(each).parents[2] for each in ran.stdout.split()] == [tmp_path / "turnwise"] * 2

@@ -18,7 +18,7 @@ from vllm.multimodal.processing.context import InputProcessingContext
 
 from trainer.forward import change_at_random
 from turnwise.engine_plugin import upstream
-from turnwise.engine_plugin.images import refuse_unfit_images
+from turnwise.engine_plugin.features.images import refuse_unfit_images
 from turnwise.types import PolicyKind
 
 pytestmark = pytest.mark.engine
@@ -53,7 +53,7 @@ for number, path in enumerate(sys.argv[2:], start=1):
 REPLACED = """
 import inspect, sys, types
 from turnwise import engine_plugin
-from turnwise.engine_plugin import images, supports
+from turnwise.engine_plugin.features import images, supports
 engine_plugin.register()
 images._show_in_replies()
 supports._show_in_replies()

@@ -8,7 +8,7 @@ from support.engines import RunningEngine, running_engine
 from support.proxies import StartProxy
 from support.tiny_models import load_model
 
-from turnwise.engine_plugin.supports import FIELD
+from turnwise.engine_plugin.features.supports import FIELD
 from turnwise.features.supports import SUPPORT, unpack
 from turnwise.store.turns import TurnView
 

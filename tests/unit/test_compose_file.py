@@ -155,7 +155,7 @@ def test_the_engine_on_a_cpu_loads_the_plugin_that_the_model_service_writes(tmp_
     (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
     ours = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=BACKEND)
     assert [point.value for point in found.entry_points] == [point.value for point in ours]
-    assert (tmp_path / "turnwise" / "engine_plugin" / "cpu_kernels.py").is_file()
+    assert (tmp_path / "turnwise" / "engine_plugin" / "features" / "cpu_kernels.py").is_file()
 
 
 @each_profile

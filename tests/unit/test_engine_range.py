@@ -51,7 +51,7 @@ def test_all_that_the_plug_in_takes_of_vllm_is_recorded():
     names = recorded().keys()
     missing = {
         f"{each.module}:{alias.name}"
-        for file in (ROOT / "turnwise" / "engine_plugin").glob("*.py")
+        for file in (ROOT / "turnwise" / "engine_plugin").rglob("*.py")
         for each in ast.walk(ast.parse(file.read_text()))
         if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("vllm")
         for alias in each.names

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from turnwise.engine_plugin.unread import refuse_unread
+from turnwise.engine_plugin.features.unread import refuse_unread
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
 LOST = "model.layers.0.self_attn.o_proj.bias"

@@ -28,7 +28,7 @@ from trainer.batch.forest import Indices, side_by_side
 from trainer.model.inputs import RowInputs, flat_places, on_device
 from trainer.model.model import Policy
 from trainer.model.terms import Around, Term
-from turnwise.engine_plugin.images import pixels_digest, processor_digest
+from turnwise.engine_plugin.features.images import pixels_digest, processor_digest
 from turnwise.errors import BatchRefused
 from turnwise.features.images import PlacedImage, images_of
 

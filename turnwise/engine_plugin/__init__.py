@@ -2,15 +2,14 @@
 
 The entry point is `vllm.general_plugins`. The package registers a backend for vLLM's weight transfer: `weight_engine`
 is the part inside vLLM, `receiver` receives and checks a version, `channel` carries its bytes over a process group of
-torch's, and the trainer sends with it. `cpu_kernels` mends what the CPU's kernels compute after a load, and in batches
-with adapters, `seeds` what seeded calls draw there. `supports` lets replies say which ids could be sampled at each
-token. `images` lets the chat route take token ids together with images. `unread` refuses a checkpoint, and
-`adapters` an adapter, of which vLLM would leave out a part. `upstream` says which releases of vLLM all of this fits.
+torch's, and the trainer sends with it. `features` has the rest, a module each. `upstream` says which releases of vLLM
+all of this fits.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.engine_plugin import upstream
+from turnwise.engine_plugin.features import FEATURES
 
 BACKEND = "turnwise"
 """Name of the backend: `--weight-transfer-config '{"backend": "turnwise"}'`."""
@@ -29,7 +29,7 @@ REASON_FILE = "TURNWISE_ENGINE_REASON"
 
 @functools.cache
 def register() -> None:
-    """Register the backend, mend what vLLM's CPU kernels get wrong, and let replies say what could be sampled.
+    """Register the backend, and let the features of the plug-in change vLLM.
 
     vLLM calls this in each of its processes, sometimes more than once; the first call counts.
 
@@ -41,48 +41,15 @@ def register() -> None:
     if (problem := upstream.refusal(__version__)) is not None:
         raise RuntimeError(problem)
 
-    from vllm.distributed.parallel_state import get_pp_group
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.lora.model_manager import LoRAModelManager
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.model_executor.model_loader.reload import layerwise
-    from vllm.multimodal.media.image import ImageMediaIO
-    from vllm.multimodal.processing import processor
-    from vllm.multimodal.processing.context import InputProcessingContext
-    from vllm.platforms import current_platform
-    from vllm.renderers import chat_utils, hf, params
-    from vllm.v1.engine import logprobs
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    from turnwise.engine_plugin import adapters, cpu_kernels, images, seeds, unread
-    from turnwise.engine_plugin.supports import return_supports
-
-    cpu_kernels.pack_tied_heads(layerwise)
-    cpu_kernels.pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
-    cpu_kernels.multiply_by_adapter(lora_ops, punica_cpu)
-    if current_platform.is_cpu():
-        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        cpu_kernels.split_prompts(MambaMixer2)
-        cpu_kernels.rotate_rows(RotaryEmbedding)
-        seeds.undo_draws(GPUModelRunner)
     load_beside_adapters(LoRAModelRunnerMixin)
-    unread.refuse_unread(DefaultModelLoader, get_pp_group)
-    adapters.refuse_unplaced(LoRAModelManager, get_pp_group)
-    return_supports(logprobs)
-    images.accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
-    images.refuse_unreadable_files(ImageMediaIO)
-    images.refuse_typed_placeholders(getattr(chat_utils, "chat_message", chat_utils))
-    images.refuse_unfit_images(InputProcessingContext)
     tell_why_it_died(EngineCoreProc, EngineDeadError)
+    for name in FEATURES:
+        importlib.import_module(f"{__name__}.features.{name}").register()
     WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
 
 

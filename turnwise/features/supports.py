@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from turnwise.chains import Experience, is_trainable
-from turnwise.engine_plugin.supports import FIELD, from_text, tolerance
+from turnwise.engine_plugin.features.supports import FIELD, from_text, tolerance
 from turnwise.parts import Part, PartProblem
 from turnwise.sampling import SUPPORT
 from turnwise.types import TOKEN_BYTES, Json, TokenIds, Turn

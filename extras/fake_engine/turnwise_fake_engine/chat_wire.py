@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.engine_plugin.supports import FIELD, to_text
+from turnwise.engine_plugin.features.supports import FIELD, to_text
 from turnwise_fake_engine import tokens
 from turnwise_fake_engine.sampling import FORCING_BIAS, Piece, Sample, logprobs_of, truncated
 

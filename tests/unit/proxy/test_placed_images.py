@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from proxy.features.consent.redaction import redacted_document
 from proxy.features.images import PLACED, is_expanded
-from turnwise.engine_plugin.images import (
+from turnwise.engine_plugin.features.images import (
     GivenIds,
     check_not_typed,
     pixels_digest,

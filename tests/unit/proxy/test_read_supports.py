@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from turnwise.engine_plugin.supports import FIELD, support_text, to_text
+from turnwise.engine_plugin.features.supports import FIELD, support_text, to_text
 from turnwise.features.supports import as_json, read_supports
 
 BEYOND = f"4{base64.b64encode(np.array([2**31 - 1, 1], '<u4').tobytes()).decode()}"

@@ -16,7 +16,7 @@ from trainer.batch.batch import build, pack
 from trainer.features import FEATURES, Settings
 from trainer.features.images import BACKENDS, opened
 from trainer.model.model import Policy
-from turnwise.engine_plugin.images import pixels_digest
+from turnwise.engine_plugin.features.images import pixels_digest
 from turnwise.errors import SettingsError
 from turnwise.features.images import IMAGES
 

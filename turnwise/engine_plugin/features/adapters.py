@@ -13,6 +13,13 @@ from typing import Any
 NUM_NAMED = 3
 
 
+def register() -> None:
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.lora.model_manager import LoRAModelManager
+
+    refuse_unplaced(LoRAModelManager, get_pp_group)
+
+
 def refuse_unplaced(manager: type[Any], pipeline: Any) -> None:
     """Let a manager of adapters refuse one with factors that none of its layers takes.
 

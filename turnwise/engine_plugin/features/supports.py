@@ -37,6 +37,12 @@ _WANTED, _COLUMNS = "turnwise_wanted", "turnwise_columns"
 """Attributes of a request's processor: whether it collects supports, and how many logprobs of a token it shows."""
 
 
+def register() -> None:
+    from vllm.v1.engine import logprobs
+
+    return_supports(logprobs)
+
+
 class Alternatives(dict[int, Any]):
     """vLLM's logprobs of one token, by id, with the token's support."""
 

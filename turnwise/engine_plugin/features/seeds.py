@@ -11,6 +11,15 @@ import functools
 from typing import Any
 
 
+def register() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        undo_draws(GPUModelRunner)
+
+
 def undo_draws(runner: type[Any]) -> None:
     """Let a runner of models put the state of seeded requests back whose sampled token is thrown away."""
     sample, keep = runner._sample, runner._bookkeeping_sync  # noqa: SLF001  vLLM has no public place between the two

@@ -46,6 +46,18 @@ _places: contextvars.ContextVar[str | None] = contextvars.ContextVar("places", d
 """Where the images of the request are that this task answers."""
 
 
+def register() -> None:
+    from vllm.multimodal.media.image import ImageMediaIO
+    from vllm.multimodal.processing import processor
+    from vllm.multimodal.processing.context import InputProcessingContext
+    from vllm.renderers import chat_utils, hf, params
+
+    accept_ids_with_images(hf.HfRenderer, params.TokenizeParams, processor)
+    refuse_unreadable_files(ImageMediaIO)
+    refuse_typed_placeholders(getattr(chat_utils, "chat_message", chat_utils))
+    refuse_unfit_images(InputProcessingContext)
+
+
 class GivenIds(list[int]):
     """A prompt whose placeholders are found by their places, so that a sampled placeholder stays text."""
 

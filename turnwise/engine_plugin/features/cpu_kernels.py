@@ -37,6 +37,25 @@ CHECKPOINTS = "num_prefill_checkpoint_blocks"
 """How many states of a layer are kept within the pass over a prompt."""
 
 
+def register() -> None:
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.platforms import current_platform
+
+    pack_tied_heads(layerwise)
+    pack_experts(UnquantizedFusedMoEMethod, CPUUnquantizedExperts)
+    multiply_by_adapter(lora_ops, punica_cpu)
+    if current_platform.is_cpu():
+        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+        split_prompts(MambaMixer2)
+        rotate_rows(RotaryEmbedding)
+
+
 def pack_tied_heads(layerwise: ModuleType) -> None:
     """Let vLLM, whose module `layerwise` reloads models, pack tied heads again at the end of each load."""
     finish: Callable[..., Any] = getattr(layerwise, FINISH)

@@ -23,6 +23,13 @@ OF_WRAPPERS = frozenset({"model", "language_model"})
 """Parts of a tensor's name that say where the text model stands in a wrapper."""
 
 
+def register() -> None:
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    refuse_unread(DefaultModelLoader, get_pp_group)
+
+
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, it sees which of the offered tensors some operation takes."""
 
