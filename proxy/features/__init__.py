@@ -124,6 +124,7 @@ def served() -> Features:
     from proxy.features.roles.chains import describe
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
+    from proxy.features.training_note import TrainingNote
     from proxy.features.transfers import MemoryLoader
     from proxy.features.untrained import Untrained
     from proxy.features.upstream.routes import UpstreamClient
@@ -132,7 +133,7 @@ def served() -> Features:
     from proxy.services import Features
 
     here = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
-    beside = (*here, SharedLimits, Proxies)
+    beside = (*here, SharedLimits, Proxies, TrainingNote)
     return Features(
         STEPS, IN_STORE, beside, ReloadParts(MemoryLoader, Trials, Sleeper), DIALECTS, Inferred, describe, shorten
     )

@@ -30,7 +30,6 @@ from proxy.routes.control import (
     session_json,
     turn_json,
 )
-from proxy.routes.training_note import training_note
 from proxy.services import Services
 from proxy.sessions.identities import SESSION_ID, check_has_policy, check_id
 from turnwise.store import policies, sessions, statements, turns
@@ -228,5 +227,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     session = await services.writer.do(sessions.end_session, principal.tenant, session_id, reason, reward=reward)
     services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
-    note = await services.database.fetch(training_note, session)
-    return answer({**await session_json(session, services), "training_note": note})
+    shown = await session_json(session, services)
+    for add in services.ended:
+        shown |= await add(session)
+    return answer(shown)

@@ -136,7 +136,7 @@ def test_a_call_truncates_by_its_own_parameters_and_by_the_engines_defaults(samp
 
 def test_the_plugin_that_is_copied_to_another_vllm_needs_no_other_module_of_ours(tmp_path):
     write_plugin(tmp_path)
-    needed = "from turnwise.engine_plugin.features import cpu_kernels as c, supports as s; print(c.__file__, s.__file__)"
+    needed = "from turnwise.engine_plugin.features import cpu_kernels as a, images as b; print(a.__file__, b.__file__)"
     alone = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", needed]
     ran = subprocess.run(command, check=True, env=alone, cwd=tmp_path, stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ from support.tiny_models import load_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.waiting import WAIT_SECONDS, wait_until
 
-from proxy.routes.training_note import training_note
+from proxy.features.training_note import training_note
 from trainer.algorithms.algorithm import select
 from trainer.batch.batch import build
 from trainer.batch.selection import SelectionRule

@@ -10,7 +10,7 @@ from support.ledger_samples import add_finished, add_session, finish, make_turn,
 
 from proxy.features.page.readings import RecentCounts
 from proxy.features.page.summaries import Mean, Summary, summarise_sessions, summarise_updates
-from proxy.routes.training_note import training_note
+from proxy.features.training_note import training_note
 from turnwise.features.page import overview, search
 from turnwise.store import claims, rewards, sessions
 from turnwise.store.database import Database

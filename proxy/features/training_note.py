@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from proxy.services import Beside, Services
 from turnwise import sampling
 from turnwise.store import groups, samplings
 from turnwise.store.database import Connection
-from turnwise.types import GroupStatus, Session, Split
+from turnwise.types import GroupStatus, Json, Session, Split
 
 SINGLE = {
     GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
@@ -16,6 +17,17 @@ SINGLE = {
 }
 """The training note of a session that is its own group, by the state of that group."""
 COMPARED = "Its reward is compared with those of other single sessions of the same agent."
+
+
+class TrainingNote(Beside):
+    """Says it in the answer that ends a session."""
+
+    def __init__(self, services: Services) -> None:
+        self._database = services.database
+        services.ended.append(self._add)
+
+    async def _add(self, session: Session) -> Json:
+        return {"training_note": await self._database.fetch(training_note, session)}
 
 
 def training_note(conn: Connection, session: Session) -> str:
