@@ -58,23 +58,6 @@ STRICT_TOOLS_ADVICE = (
     "replies to requests with strict tools, or with parallel_tool_calls=false, are sampled under a grammar and so "
     f"stored but not trained; start the engine with {ENFORCE_STRICT_TOOLS}=0 to train them"
 )
-NOT_REPEATABLE = (
-    "logit_bias",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    TOOL_GRAMMAR,
-    "response_format",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Sampling parameters whose effect on a token depends on the tokens sampled before it."""
 ADVICE = (
     "Only `sft`, `dpo` and `correction` train such turns. For other algorithms let the proxy sample live traffic with "
     "`sampling_pins`, or a share of the calls at temperature 0 with `explore`; sessions that you create may have a "

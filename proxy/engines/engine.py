@@ -23,7 +23,7 @@ from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request, without_thinking
 from proxy.sessions.place import CallPlace
-from turnwise.engine_checks import logprobs_request, read_logprobs, read_models
+from turnwise.engine_checks import read_models
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
 from turnwise.telemetry.requests import current_request
@@ -426,19 +426,6 @@ class Engine:
         if not isinstance(answer, dict) or "tokens" not in answer:
             raise EngineUnavailable(f"the engine at {self.url} answered no tokens: {str(answer)[:80]!r}; retry")
         return list(answer["tokens"])
-
-    async def token_logprobs(
-        self, model: str, token_ids: list[int], positions: list[int], parameters: Json | None = None
-    ) -> list[float]:
-        """Return the logprobs of some of a text's tokens, each given the tokens before it, under a served model.
-
-        Raises:
-            EngineRefused: the engine does not support that.
-            EngineUnavailable: no answer.
-        """
-        body = logprobs_request(model, token_ids, positions, parameters or {})
-        reply = await self.ask("POST", "/v1/completions", body, seconds=60.0)
-        return read_logprobs(reply, token_ids, positions)
 
     async def pause(self) -> None:
         """Stop sampling; running calls are kept, new ones queue."""

@@ -18,8 +18,9 @@ import orjson
 
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Disconnected, HttpClient
+from proxy.features.probes import ProbedLoader
 from proxy.metrics import Counted
-from proxy.reload.loader import Loader, Source, has_loaded, is_own_model
+from proxy.reload.loader import Source, has_loaded, is_own_model
 from turnwise.errors import EngineError, EngineRefused, FilesNotRead
 from turnwise.features import transfers
 from turnwise.store import serving, versions
@@ -48,7 +49,7 @@ class Offer(NamedTuple):
     probe: Probe | None
 
 
-class MemoryLoader(Loader):
+class MemoryLoader(ProbedLoader):
     """Brings engines to versions, from a trainer's memory where it can."""
 
     counters: ClassVar[Mapping[str, Counted]] = {

@@ -283,7 +283,7 @@ class Reloader:
         if active is None or active.kind is PolicyKind.LORA:  # an adapter is compared when it is loaded
             return
         try:
-            await self._loader.verify(engine.base_lane, await self._loader.probe(active, engine))
+            await self._loader.verify(engine.base_lane, active, await self._loader.probe(active, engine))
         except ReloadFailed:
             await engine.label_weights(LOADING)
             raise

@@ -1,4 +1,4 @@
-"""Loads one version into one engine, compares its logprobs with the trainer's, and restores the last good version.
+"""Loads one version into one engine, and restores the last good version where that fails.
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.reload.checkpoint import adapter_digest, check_version, moves_model
+from proxy.reload.checkpoint import adapter_digest, check_version
 from proxy.reload.lease import DriverLease
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
@@ -31,96 +29,12 @@ from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, Files
 from turnwise.store import versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion
-from turnwise.version_directory import ENGINE_ANSWER, Probe, read_probe
+from turnwise.version_directory import Probe
 
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 64
 """Engines that load weights at the same time: what they read them from has a limit too."""
-NUM_PROBED = 16
-PROBED_TEXT = [{"role": "user", "content": "Name a river, a hill, two colours and the numbers from one to eight. " * 2}]
-"""What is computed with and without an adapter that somebody brought: it has no probe of a trainer's."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gap:
-    """How far an engine's logprobs are from a probe, or may be, nats."""
-
-    mean: float
-    largest: float
-
-    def is_within(self, limit: Gap) -> bool:
-        return self.mean <= limit.mean and self.largest <= limit.largest
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GapLimits:
-    """The limits for one pair of precisions."""
-
-    least: Gap
-    """However near engine and trainer were at version 0: another text may differ more."""
-    unmeasured: Gap
-    """Where version 0 was not compared."""
-    most: Gap
-    """However far they were apart."""
-
-
-FLOAT32 = "float32"
-FACTOR = 5.0
-"""How many times the difference at version 0 is within the limits."""
-COARSE_ENGINE = GapLimits(Gap(0.05, 0.25), Gap(0.05, 0.25), Gap(0.1, 1.0))
-"""Where the probe is in float32, and the engine is not or does not say."""
-COARSE_PROBE = GapLimits(Gap(0.1, 1.0), Gap(0.1, 1.0), Gap(0.2, 2.0))
-BOTH_FLOAT32 = GapLimits(Gap(5e-5, 5e-4), Gap(5e-4, 5e-3), COARSE_ENGINE.least)
-"""Where trainer and engine compute in float32: they differ by 3e-6 on average, and by 5e-5 at most."""
-
-
-def gap_to(probe: Probe, logprobs: Mapping[int, float]) -> Gap:
-    gaps = [abs(logprob - probe.logprobs[at - 1]) for at, logprob in logprobs.items()]
-    return Gap(sum(gaps) / len(gaps), max(gaps))
-
-
-def limit_of(probe: Probe, engine_dtype: str | None, at_base: Gap | None) -> Gap:
-    """Return how far an engine with weights of this number format may be from a probe.
-
-    `at_base` is how far it was from the probe of version 0; None if that was not compared.
-    """
-    limits = COARSE_PROBE
-    if probe.dtype == FLOAT32:
-        limits = BOTH_FLOAT32 if engine_dtype == FLOAT32 else COARSE_ENGINE
-    if at_base is None:
-        return limits.unmeasured
-    return Gap(
-        min(max(FACTOR * at_base.mean, limits.least.mean), limits.most.mean),
-        min(max(FACTOR * at_base.largest, limits.least.largest), limits.most.largest),
-    )
-
-
-def mismatch(
-    probe: Probe,
-    found: Gap,
-    *,
-    engine_dtype: str | None,
-    at_base: Gap | None,
-    tolerance: float | None,
-) -> str | None:
-    """Return in what an engine differs from a probe; None if it is within the limits.
-
-    `found` is how far the engine is from it, and `tolerance` the largest difference, in place of the limits by
-    precision; the others are as in `limit_of`.
-    """
-    limit = limit_of(probe, engine_dtype, at_base) if tolerance is None else Gap(tolerance, tolerance)
-    if found.is_within(limit):
-        return None
-    before = "" if at_base is None else f", which at version 0 was {at_base.mean:.3g} and {at_base.largest:.3g}"
-    return (
-        f"the engine's logprobs are {found.mean:.3g} nats from the checkpoint's own probe on average and "
-        f"{found.largest:.3g} at most{before}; the limits for {probe.dtype} on an engine in "
-        f"{engine_dtype or 'an unknown format'} are {limit.mean:g} and {limit.largest:g} (--probe-tolerance). The "
-        "engine does not compute what was published: most often a part of the model kept its old weights, such as an "
-        "output head that is tied to the embeddings; on a CPU, start vLLM with Turnwise's plug-in. `turnwise verify "
-        "--forward` names the part"
-    )
 
 
 class Source(NamedTuple):
@@ -156,8 +70,6 @@ class Loader:
         """The database's own id, which is in the names of its adapters; the reloader reads it at the start."""
         self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
         self._loading: dict[tuple[str, int], asyncio.Task[Lane]] = {}
-        self._at_base: dict[str, Gap] = {}
-        """How far each engine was from the trainer at version 0, by URL."""
 
     async def check(self, version: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it.
@@ -257,9 +169,9 @@ class Loader:
         if has_loaded(engine, version):
             return 0.0
         probe = source.probe if source else await self.probe(version, engine, seconds=None)
-        await self._compare_base(engine, probe)
+        await self.compare_base(engine, probe)
         paused = await self._replace_weights(engine, version, source)
-        await self.verify(engine.base_lane, probe)
+        await self.verify(engine.base_lane, version, probe)
         return paused
 
     async def _load_adapter(self, engine: Engine, version: PolicyVersion) -> float:
@@ -276,12 +188,10 @@ class Loader:
 
     async def _place_adapter(self, engine: Engine, version: PolicyVersion, name: str, probe: Probe | None) -> Lane:
         """Load an adapter; calls get it after its probe agrees, and the engine does not keep one that fails it."""
-        await self._compare_base(engine, probe)
+        await self.compare_base(engine, probe)
         await engine.load_adapter(name, version.path, seconds=self._settings.reload_timeout_seconds)
         try:
-            await self.verify(Lane(engine, version.version, name), probe)
-            if probe is None:
-                await self._check_moved(Lane(engine, version.version, name), version)
+            await self.verify(Lane(engine, version.version, name), version, probe)
         except EngineError:
             with contextlib.suppress(EngineError):
                 await engine.unload_adapter(name)
@@ -318,66 +228,27 @@ class Loader:
 
     async def probe(
         self,
-        version: PolicyVersion,
-        engine: Engine,  # noqa: ARG002  for subclasses
+        version: PolicyVersion,  # noqa: ARG002  for subclasses
+        engine: Engine,  # noqa: ARG002
         *,
-        seconds: float | None = PATIENCE_SECONDS,
+        seconds: float | None = PATIENCE_SECONDS,  # noqa: ARG002
     ) -> Probe | None:
-        """Return a version's text with its logprobs; None without one.
+        """Return what an engine must compute with a version; None where that is not compared.
 
         Raises:
             FilesNotRead: it was not read in this number of seconds; call again.
         """
-        path = version.path
-        read = functools.partial(read_probe, Path(path))
-        return await self.files.read(("probe", path), path, read, seconds=seconds)
+        return None
 
-    async def verify(self, lane: Lane, probe: Probe | None) -> None:
-        if probe is None:
-            return
-        found = await self.probed(lane, probe)
-        problem = mismatch(
-            probe,
-            gap_to(probe, found),
-            engine_dtype=lane.engine.dtype,
-            at_base=self._at_base.get(lane.engine.url),
-            tolerance=self._settings.probe_tolerance,
-        )
-        if problem is not None:
-            evidence = {ENGINE_ANSWER: {"positions": list(found), "logprobs": list(found.values())}}
-            raise ReloadFailed(problem, evidence=evidence)
+    async def compare_base(self, engine: Engine, probe: Probe | None) -> None:
+        """Take an engine that is about to load what the probe is of."""
 
-    async def _check_moved(self, lane: Lane, version: PolicyVersion) -> None:
-        """Compare an adapter without a probe with the model under it: an engine that skips its tensors serves that."""
-        path, engine = version.path, lane.engine
-        seconds = self._settings.reload_timeout_seconds
-        if not await self.files.read(("moves", path), path, functools.partial(moves_model, path), seconds=seconds):
-            return
-        text = Probe(await engine.tokenise({"model": engine.model, "messages": PROBED_TEXT}), [])
-        if await self.probed(lane, text) == await self.probed(engine.base_lane, text):
-            raise ReloadFailed(
-                f"the engine at {engine.url} gives the same logprobs with the adapter {path!r} of version "
-                f"{version.version} as without: it does not apply it. Compare the names of its tensors with those of "
-                "the served model, and the engine's log on debug level"
-            )
+    async def verify(self, lane: Lane, version: PolicyVersion, probe: Probe | None) -> None:
+        """Check what an engine computes with a version that it has loaded.
 
-    async def _compare_base(self, engine: Engine, probe: Probe | None) -> None:
-        """Measure once what an engine and the trainer differ by at version 0, while the engine has its own model."""
-        base = None if probe is None else probe.base
-        if base is None or engine.url in self._at_base or not engine.has_own_model:
-            return
-        found = self._at_base[engine.url] = gap_to(base, await self.probed(engine.base_lane, base))
-        log.info(
-            "the engine at %s and the trainer differ by %.3g nats on average and %.3g at most at version 0",
-            engine.url,
-            found.mean,
-            found.largest,
-        )
-
-    async def probed(self, lane: Lane, probe: Probe) -> dict[int, float]:
-        positions = probe.positions(NUM_PROBED)
-        logprobs = await lane.engine.token_logprobs(lane.model, probe.token_ids, positions)
-        return dict(zip(positions, logprobs, strict=True))
+        Raises:
+            ReloadFailed: it is not what was published.
+        """
 
     async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: Exception) -> None:
         """Load the last good version before new calls are admitted."""

@@ -16,10 +16,10 @@ from typing import Any
 from harnesses.play import examine_briefly, sub_agent_rules
 from harnesses.run import Stage
 from harnesses.shortening import ShorteningHarness, examine_shortening
+from proxy.sessions.roles import SCANNED_CHARACTERS
 
 from proxy.dialects.base import SYSTEM_ROLES
 from proxy.sessions.conversation import canonical_content
-from proxy.sessions.roles import SCANNED_CHARACTERS
 from turnwise.types import Json
 
 FILE = Path(__file__).parent / "recorded.json.gz"

@@ -12,8 +12,9 @@ from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.checks import find_sampling_defaults
 from proxy.engines.engine import Engine
-from turnwise.engine_checks import logprobs_request, read_logprobs, read_sampling_defaults
+from turnwise.engine_checks import read_sampling_defaults
 from turnwise.errors import EngineUnsuitable
+from turnwise.features.verify.known_tokens import logprobs_request, read_logprobs
 from turnwise.processes.installation import Severity, engine_findings
 from turnwise.sampling import TOOL_GRAMMAR
 

@@ -27,6 +27,7 @@ from proxy.features.arms.counts import CANARIES
 from proxy.features.arms.draining import CONFIRM_SECONDS, drain, stop_draining
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.arms.verdict import drift, judge, lift
+from proxy.features.probes import probed
 from proxy.reload.loader import serves
 from proxy.reload.rollout import Rollout
 from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead, ReloadFailed
@@ -299,8 +300,8 @@ class Trials(Rollout):
         if probe is None or not all(found):
             return
         (control, *_), (tried, *_) = found
-        before = await self.loader.probed(control.lane_of(active), probe)
-        after = await self.loader.probed(tried.lane_of(canary), probe)
+        before = await probed(control.lane_of(active), probe)
+        after = await probed(tried.lane_of(canary), probe)
         nats = drift(before.values(), after.values())
         if nats > MAX_DRIFT_NATS:
             raise ReloadFailed(

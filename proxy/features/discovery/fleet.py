@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from proxy.engines.engine import Engine
 from proxy.features.discovery.settings import DiscoverySettings
 from proxy.features.discovery.sources import Read, reader
-from proxy.reload.loader import NUM_PROBED, PROBED_TEXT
+from proxy.features.probes import NUM_PROBED, PROBED_TEXT, token_logprobs
 from proxy.services import Beside
 from turnwise.errors import EngineUnsuitable, SettingsError
 from turnwise.version_directory import Probe
@@ -117,7 +117,7 @@ class Fleet(Beside):
     async def _compare(self, engine: Engine, other: Engine) -> None:
         text = Probe(await engine.tokenise({"model": engine.model, "messages": PROBED_TEXT}), [])
         positions = text.positions(NUM_PROBED)
-        own, theirs = [await each.token_logprobs(each.model, text.token_ids, positions) for each in (engine, other)]
+        own, theirs = [await token_logprobs(each, each.model, text.token_ids, positions) for each in (engine, other)]
         gap = sum(abs(one - two) for one, two in zip(own, theirs, strict=True)) / len(positions)
         limit = max(LIMIT_NATS.get(each.dtype or "", COARSE_LIMIT_NATS) for each in (engine, other))
         if gap > limit:

@@ -17,16 +17,16 @@ from typing import Any, Literal
 import numpy as np
 from fastapi import APIRouter, Response
 
+from proxy.features.probes import token_logprobs
 from proxy.routes.control import Caller, CheckedRoute, Here, Id, answer, describe_answer
 from proxy.sessions.template import ChatTemplate
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
-from turnwise.engine_checks import POSITIONS_AT_ONCE
 from turnwise.errors import Conflict, NotFound
 from turnwise.features.images import placed_images, read_media
 from turnwise.features.summaries import why_left_out
+from turnwise.features.verify.known_tokens import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.image_urls import image_digests
-from turnwise.sampling import NOT_REPEATABLE
 from turnwise.store import experiences, sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
@@ -236,7 +236,7 @@ async def recompute_logprobs(
     after: list[float] = []
     for start in range(turn.prompt_length, len(token_ids), step):
         positions = list(range(start, min(start + step, len(token_ids))))
-        after += await lane.engine.token_logprobs(lane.model, token_ids, positions, turn.sampling)
+        after += await token_logprobs(lane.engine, lane.model, token_ids, positions, turn.sampling)
     if lane.version != version:
         raise Conflict(f"version {lane.version} was loaded in the place of {version} meanwhile; ask again")
     return answer(

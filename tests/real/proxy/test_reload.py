@@ -79,11 +79,11 @@ async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serve
         await process.serve(0)
         assert (process.versions, stage.statuses()) == ([0, 0], ["active"])
     answered, is_dir, asked = tmp_path / "answered", Path.is_dir, []
-    for name in ("driver.own_model", "loader.check_version", "loader.read_probe"):
-        module, _, function = name.partition(".")
-        read = getattr(importlib.import_module(f"proxy.reload.{module}"), function)
+    for name in ("reload.driver.own_model", "reload.loader.check_version", "features.probes.read_probe"):
+        module, _, function = name.rpartition(".")
+        read = getattr(importlib.import_module(f"proxy.{module}"), function)
         stalled = functools.partial(stalled_files.stalling, "/v0'", answered, read)
-        monkeypatch.setattr(f"proxy.reload.{name}", stalled)
+        monkeypatch.setattr(f"proxy.{name}", stalled)
 
     def noting(self: Path, **kwargs: bool) -> bool:
         asked.append(self.name)

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.arms.verdict import drift, judge
-from proxy.reload.loader import Gap, gap_to, limit_of, mismatch
+from proxy.features.probes import Gap, gap_to, limit_of, mismatch
 from turnwise.features.arms import Arm
 from turnwise.version_directory import Probe
 

@@ -7,17 +7,16 @@ from typing import Any
 
 import httpx2
 
-from turnwise.engine_checks import (
-    ADDRESS_HINT,
+from turnwise.engine_checks import ADDRESS_HINT, read_models
+from turnwise.errors import BadCheckpoint, EngineUnavailable
+from turnwise.features.verify.known_tokens import (
+    NOT_REPEATABLE,
     POSITIONS_AT_ONCE,
     logprobs_request,
     read_logprobs,
-    read_models,
 )
-from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.features.verify.records import Verification
 from turnwise.image_urls import image_digests
-from turnwise.sampling import NOT_REPEATABLE
 from turnwise.settings import mask_credentials
 from turnwise.store.turns import TurnView
 from turnwise.types import Json
