@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import functools
 import re
 import time
 from array import array
@@ -82,7 +83,7 @@ class Running(Captured):
     """Whether events of a stream were sent to the client."""
     version_first: int = 0
     version_last: int = 0
-    kept: dict[Any, Any] = dataclasses.field(default_factory=lambda: {EVERY_CALL: None})
+    kept: dict[Any, Any] = dataclasses.field(default_factory=functools.partial(dict.fromkeys, (EVERY_CALL,)))
     """What each step keeps of the call, under the step's class."""
 
 

@@ -80,7 +80,7 @@ class ChatCompletions(Dialect):
             model=body.get("model") or "",
             messages=messages,
             stream=bool(body.get("stream")),
-            num_choices=number_of_choices(body),
+            num_choices=1 if body.get("n") is None else number_of_choices(body),
             wants_logprobs=bool(body.get("logprobs")) and not hides_thinking,
             hides_thinking=hides_thinking,
             wants_token_ids=bool(body.get("return_token_ids")),

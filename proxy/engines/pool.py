@@ -199,7 +199,7 @@ class EnginePool:
         """
         if session.policy_id in self.archived:
             self.check_in_use(session.policy_id)
-        state = self.state(session.policy_id)
+        state = self.served.get(session.policy_id, serving.NO_VERSIONS)
         served = state.served or OWN_MODEL
         chosen = wanted or (None if session.arm is None else state.of_session(session))
         version = chosen or served
@@ -284,13 +284,24 @@ class EnginePool:
         """
         # Another process may have started or ended a trial: without a reading, a session could enter it after it has
         # left it, or a call outside the trial could sample with the version on trial.
-        num_notes, is_trying = self._num_notes, PolicyStatus.CANARY in self.state(session.policy_id).beside
+        num_notes, served = self._num_notes, self.served.get(session.policy_id, serving.NO_VERSIONS)
         self._in_flight += 1
         try:
-            if is_trying or session.arm is not None or self._num_noted < num_notes:
+            if PolicyStatus.CANARY in served.beside or session.arm is not None or self._num_noted < num_notes:
                 await self.refresh()
                 self._num_noted = max(self._num_noted, num_notes)
-            lane = await self._wait_for_lane(session, version, not has_waited and avoided is None, avoided)
+            while True:
+                try:
+                    lane = self.lane(session, version, avoided=avoided)
+                except EngineUnavailable:
+                    if has_waited or avoided is not None or not await self.wait_for_first():
+                        raise
+                    continue
+                if lane.engine.state is not EngineState.RELOADING:  # a reload has a deadline of its own
+                    break
+                await self._changed.wait()
+            if lane.adapter is not None:
+                lane = await self._loaded(lane)
         except BaseException:
             self._in_flight -= 1
             raise
@@ -325,21 +336,6 @@ class EnginePool:
         lane.engine.adapters.pop(lane.version, None)
         lane.adapter = (await self._loaded(lane)).adapter
         lane.engine.adapters[lane.version] = lane  # which counts the calls that run
-
-    async def _wait_for_lane(
-        self, session: Session, wanted: PolicyVersion | None, may_wait: bool, avoided: Engine | None
-    ) -> Lane:
-        """Return the session's lane once its engine takes calls; a reload has a deadline of its own."""
-        while True:
-            try:
-                lane = self.lane(session, wanted, avoided=avoided)
-            except EngineUnavailable:
-                if not (may_wait and await self.wait_for_first()):
-                    raise
-                continue
-            if lane.engine.state is not EngineState.RELOADING:
-                return lane if lane.adapter is None else await self._loaded(lane)
-            await self._changed.wait()
 
     def release(self, lane: Lane) -> None:
         lane.num_calls -= 1

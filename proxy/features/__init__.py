@@ -33,7 +33,7 @@ from proxy.features.policies.settings import PolicySettings
 from proxy.features.prices import Prices, PriceSettings
 from proxy.features.resumed import Resumed
 from proxy.features.retention.settings import RetentionSettings
-from proxy.features.roles.step import Roles
+from proxy.features.roles.chains import Roles
 from proxy.features.sleep.settings import SleepSettings
 from proxy.features.supports import Supports, SupportSettings
 from proxy.features.tracing.settings import TracingSettings

@@ -16,7 +16,8 @@ import cachetools
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
-from proxy.features.roles.chains import ASKS_FOR_SUMMARY, side_task
+from proxy.features.roles.chains import side_task
+from proxy.features.roles.prompts import ASKS_FOR_SUMMARY
 from proxy.sessions.conversation import ConversationDigests, tool_call_ids
 from proxy.sessions.forest import KnownTurn, repeated_calls
 from proxy.sessions.memory import MAX_SESSIONS, LiveSession

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import uuid
@@ -35,7 +36,7 @@ from proxy.sessions.forest import Describe, EncodedIds, KnownTurn, TurnForest, e
 from proxy.sessions.identities import check_id, end_user, next_id, next_prefix
 from proxy.sessions.memory import TRUNCATION, Enter, LiveSession, SessionCache, known_turn
 from proxy.sessions.rendering import UNCOUNTED_BYTES, RenderThreads, check_fits
-from proxy.sessions.template import ChatTemplate, Continued, Unsafe
+from proxy.sessions.template import ChatTemplate, Continued, Unsafe, restored
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from proxy.writer.process import NewTurn
@@ -350,14 +351,16 @@ class Sessions:
         # A copy: another call that begins with the same messages may complete the list at the same time.
         kinds = conversation.kinds[:]
         short, is_long = template.short, conversation.num_bytes > RENDERED_HERE
-        rendering = short or template
-        if is_long and short is not None:
-            is_long = short.num_rendered(continued, conversation) > RENDERED_HERE
-        if is_long or not template.is_local:
-            tenant = place.session.tenant
-            between = await self._threads.run(tenant, rendering.next_ids, continued, kinds, thinking)
+        if short is not None:
+            is_long = is_long and short.num_rendered(continued, conversation) > RENDERED_HERE
+            render = functools.partial(short.next_ids, continued, kinds, thinking)
         else:
-            between = rendering.next_ids(continued, kinds, thinking)
+            whole = continued._replace(messages=restored(continued.messages, thinking)) if thinking else continued
+            render = functools.partial(template.next_ids, whole)
+        if is_long or not template.is_local:
+            between = await self._threads.run(place.session.tenant, render)
+        else:
+            between = render()
         conversation.kinds = kinds
         return between
 

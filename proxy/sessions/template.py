@@ -49,6 +49,8 @@ FIELD_PROBES: Sequence[list[Json]] = (
 )
 """Conversations with names and ids of calls; a template may refuse some of them."""
 NO_THINKING: Mapping[int, str] = {}
+THINKING = ("reasoning", "reasoning_content")
+"""Fields of a message with what was thought."""
 Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
 
 
@@ -81,7 +83,10 @@ class Shortened(Protocol):
     def next_ids(
         self, continued: Continued, kinds: list[int] | None = None, thinking: Mapping[int, str] = NO_THINKING
     ) -> TokenIds:
-        """Return what `ChatTemplate.next_ids` does; `kinds` is completed up to the last message."""
+        """Return what `ChatTemplate.next_ids` does, with `thinking` in replies by their positions.
+
+        `kinds` is what is known of the first messages; it is completed up to the last one.
+        """
 
     def num_rendered(self, continued: Continued, conversation: ConversationDigests) -> int:
         """Return the bytes of messages that `next_ids` renders."""
@@ -143,23 +148,7 @@ class ChatTemplate:
     def special_tokens(self) -> frozenset[str]:
         return frozenset(self.tokenizer.all_special_tokens)
 
-    def next_ids(
-        self,
-        continued: Continued,
-        kinds: list[int] | None = None,  # noqa: ARG002
-        thinking: Mapping[int, str] = NO_THINKING,
-    ) -> TokenIds:
-        """Return the tokens between the sampled reply and the next one, as `next_ids_of_whole` does.
-
-        `thinking` is what is put into replies, by their positions. `kinds` is what is known of the first messages.
-
-        Raises:
-            Unsafe: as `next_ids_of_whole`.
-        """
-        messages = restored(continued.messages, thinking) if thinking else continued.messages
-        return self.next_ids_of_whole(continued._replace(messages=messages))
-
-    def next_ids_of_whole(self, continued: Continued, closings: list[str] | None = None) -> TokenIds:
+    def next_ids(self, continued: Continued, closings: list[str] | None = None) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
 
         Args:
@@ -217,7 +206,7 @@ class ChatTemplate:
             marked = copy.deepcopy(reply)
             marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
         else:
-            marked = {**_without_thinking(reply), "content": MARKER}
+            marked = {key: value for key, value in reply.items() if key not in THINKING} | {"content": MARKER}
         shown = [*messages[:replied], marked, *messages[replied + 1 :]]
         text = self.render(shown, continued.tools, continued.arguments, generate=generate)
         _, found, rest = text.rpartition(MARKER)
@@ -270,9 +259,7 @@ class EngineTemplate(ChatTemplate):
 
 
 def _without_thinking(message: Json) -> Json:
-    if "reasoning" not in message and "reasoning_content" not in message:
-        return message
-    return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
+    return {key: value for key, value in message.items() if key not in THINKING}
 
 
 def restored(messages: Sequence[Json], thinking: Mapping[int, str]) -> list[Json]:

@@ -9,7 +9,8 @@ import enum
 from proxy.features.compaction.edits import Edit
 from proxy.features.compaction.texts import END, PROMPT, framed, is_framed, with_prompt, without_prompt
 from proxy.features.formats.translated import TranslatedCall
-from proxy.features.roles.chains import ASKS_FOR_SUMMARY, COMPACTION, KNOWN_TASK
+from proxy.features.roles.chains import KNOWN_TASK
+from proxy.features.roles.prompts import ASKS_FOR_SUMMARY, COMPACTION
 from proxy.sessions.conversation import canonical_content
 from turnwise.errors import EngineUnavailable
 from turnwise.store.turns import TurnView

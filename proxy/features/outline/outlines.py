@@ -76,14 +76,14 @@ class Outlines:
         again and completed.
 
         Raises:
-            Unsafe: as `ChatTemplate.next_ids_of_whole`.
+            Unsafe: as `ChatTemplate.next_ids`.
         """
         template = self._template
         if not renders_in_short(continued):
-            return template.next_ids(continued, None, thinking)
+            return template.next_ids(continued._replace(messages=restored(continued.messages, thinking)))
         short, all_kinds = self._outliner.shortened(continued, [] if kinds is None else kinds, thinking)
         if short.reasoning:  # whether a template prints thinking may depend on its text
-            return template.next_ids_of_whole(short)
+            return template.next_ids(short)
         end_token = short.last_token if short.last_token in template.ends else None
         given = dumps([short.tools, short.arguments], option=orjson.OPT_SORT_KEYS)
         given_digest = blake2b(given, digest_size=GIVEN_BYTES).digest()
@@ -97,7 +97,7 @@ class Outlines:
             except Unsafe:
                 pass  # the check of the whole decides
         closings: list[str] = []
-        found = template.next_ids_of_whole(short, closings)
+        found = template.next_ids(short, closings)
         with self._lock:
             self._closings[key] = closings[0]
         return found
@@ -313,7 +313,7 @@ def _continues_alike(template: ChatTemplate, probe: Continued) -> bool:
         probes.append(probe._replace(messages=with_other_text(probe.messages)))
     assert template.short is not None
     shortened = template.short.next_ids
-    return all(_answer(shortened, each) == _answer(template.next_ids_of_whole, each) for each in probes)
+    return all(_answer(shortened, each) == _answer(template.next_ids, each) for each in probes)
 
 
 def _answer(continuation: Callable[[Continued], TokenIds], probe: Continued) -> list[int] | Reason:

@@ -9,18 +9,31 @@ chain as soon as the session has another chain, and one that asks for a summary 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import logging
 import operator
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from proxy.calls.steps import CallStep
 from proxy.dialects.base import SYSTEM_ROLES, Call
+from proxy.features.roles.prompts import ASKS_FOR_SUMMARY, COMPACTION, SHIPPED, TASKS, asks_for
 from proxy.sessions.conversation import DIGEST_BYTES, ConversationDigests, canonical_arguments, canonical_content
 from proxy.sessions.forest import KnownTurn, TurnForest, repeated_calls
+from turnwise.errors import StoreError
+from turnwise.store.turns import set_roles
 from turnwise.types import Json, Role, Turn
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+    from proxy.calls.capture import Running
+    from proxy.metrics import Counted
+    from proxy.services import Services
+    from proxy.writer.process import NewTurn
+
+log = logging.getLogger(__name__)
 
 AGENTS = frozenset({Role.MAIN, Role.SUB_AGENT})
 """Roles of chains that are an agent's own work."""
@@ -30,8 +43,6 @@ MIN_REPLY = 32
 """Characters of a reply that is recognised by its text alone."""
 SCANNED_CHARACTERS = 4000
 """Characters of a message that are searched for what it asks for."""
-MAX_SEARCHED = 256
-"""Searches whose result is kept: an agent sends its system message with every call."""
 PROBE_TOKENS = 4
 """A call that may sample no more than these tokens only tests the connection."""
 ABOUT_BYTES = 140
@@ -43,7 +54,6 @@ AFTER_SUMMARY = "after_summary"
 KNOWN_TASK = "known_task"
 """Key of a turn's sampling with what its call asks for, as `side_task` returns it, where a feature knows that; empty
 for the agent's own work."""
-ASKS_FOR_SUMMARY = "asks_for_summary"
 Root: TypeAlias = tuple[str | None, bytes]
 """What a chain's first turn shows about it: `side_task` of its call, and the digest of the system messages before the
 first other message."""
@@ -66,10 +76,8 @@ class About:
     ended_at: float = 0.0
     """When its call started and ended; seconds since 1970."""
 
-    @property
-    def num_bytes(self) -> int:
-        arguments = (self.arguments, *self.arguments) if self.arguments else ()
-        return ABOUT_BYTES + sum(map(sys.getsizeof, (self.side_task or "", self.reply_digest, *arguments)))
+    num_bytes: int = 0
+    """Memory of it, roughly."""
 
 
 def describe(turn: Turn, parent: KnownTurn | None) -> About:
@@ -81,87 +89,19 @@ def describe(turn: Turn, parent: KnownTurn | None) -> About:
     if turn.role_reason == COMPACTION_PROMPT and parent is not None and parent.about.role is not Role.RETRY:
         role = parent.about.role  # a side call does not change the role of its chain
     started_at, calls = turn.created_at.timestamp(), turn.response.get("tool_calls")
+    arguments, reply = argument_digests(turn.response) if calls else frozenset(), reply_digest(turn.response)
+    texts = (side_task or "", reply, arguments, *arguments) if arguments else (side_task or "", reply)
     return About(
         role=role,
         side_task=side_task,
         system_digest=system_digest,
-        arguments=argument_digests(turn.response) if calls else frozenset(),
-        reply_digest=reply_digest(turn.response),
+        arguments=arguments,
+        reply_digest=reply,
         is_empty=not calls and not canonical_content(turn.response.get("content")),
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
+        num_bytes=ABOUT_BYTES + sum(map(sys.getsizeof, texts)),
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TextPattern:
-    """How texts ask for something."""
-
-    words: tuple[str, ...]
-    """Lower-case words: a text without any of them does not match, and a search for words takes little time."""
-    pattern: re.Pattern[str]
-
-
-@functools.lru_cache(MAX_SEARCHED)
-def _asks_for(asked: TextPattern, text: str) -> bool:
-    lowered = text.lower()
-    return any(map(lowered.__contains__, asked.words)) and asked.pattern.search(text) is not None
-
-
-SHIPPED_PROMPTS = (
-    "context checkpoint compaction",  # Codex CLI
-    r"<role>\s*context extraction assistant\b",  # LangChain
-    r"\bcontext-aware state summary\b",  # OpenHands
-    r"\bcontinuation summary\b[^.]{0,120}\bresume work\b",  # Inspect AI
-    r"\bassistant tasked with summarizing conversations\b",  # Claude Code, Inspect AI
-    r"\bhand off your work to another AI agent\b|\bpicking up work from a previous AI agent\b",  # Terminus 2
-    r"\bnext agent has a few questions for you\b",
-    r"\bcontext summarization assistant\b|\bmessages above are a conversation to summarize\b",  # pi
-    r"\bcompressing tool call results to save context space\b",  # Agno
-    r"\bportion of a Claude Code session transcript\b",
-    r"\bstructured checkpoint before history is compacted\b",  # gptme
-    r"\bthe history is being compacted\b",  # Copilot CLI
-    r"\bsummarize the provided coding session into a concise continuation note\b",  # Cline
-    r"\bsummarize the following conversation history concisely, preserving\b",  # AG2
-    r"\bcomplete summarization of the entire dialog\b",  # Semantic Kernel
-    r"\bclear and complete summary of the entire conversation\b",  # Microsoft Agent Framework
-)
-_SUMMARY_WORDS = (
-    *("compact", "compress", "summar", "distil"),
-    *("context extraction", "hand off", "next agent", "session transcript"),
-)
-SHIPPED_TITLES = (
-    r"\bcreate a 2-4 word title for this conversation\b",  # gptme
-    r"\byou output only a thread title\b",  # opencode
-)
-SHIPPED = TextPattern(
-    (*_SUMMARY_WORDS, "title"), re.compile("|".join((*SHIPPED_PROMPTS, *SHIPPED_TITLES)), re.IGNORECASE)
-)
-COMPACTION = TextPattern(
-    _SUMMARY_WORDS,
-    re.compile(
-        r"\b(?:compact|compress|summari[sz]|distil)\w*\b[^.\n]{0,80}\b(?:conversation|chat history|dialog(?:ue)?)\b"
-        # Code has contexts and sessions as well: "summarise the session handling", "a compact context manager".
-        r"|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,40}\b(?:the|this|our|your|current|entire|coding) "
-        r"(?:context|session)\b(?=\s*(?:so far|above|history|window|for continuation|into|[.,:;!?\n]|$))"
-        r"|\bsummary of (?:the|this|our) (?:entire |whole |previous )?(?:conversation|dialog(?:ue)?)\b|"
-        + "|".join(SHIPPED_PROMPTS),
-        re.IGNORECASE,
-    ),
-)
-TASKS = {
-    "asks_for_title": TextPattern(
-        ("title", "summari"),
-        re.compile(
-            r"\btitle generator\b|\b(?:generate|write|create|output|extract|suggest|come up with)\b[^.\n]{0,60}"
-            r"\btitle\b|\bsummari[sz]e\b[^.\n]{0,60}\b(?:under|within|at most|up to) \d+ (?:characters|words)\b",
-            re.IGNORECASE,
-        ),
-    ),
-    "asks_for_topic": TextPattern(("topic",), re.compile(r"\bnew conversation topic\b", re.IGNORECASE)),
-    ASKS_FOR_SUMMARY: COMPACTION,
-}
-"""What harnesses ask for beside an agent's own work, by the reason that is stored."""
 
 
 def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
@@ -190,10 +130,10 @@ def find_role(
     """
     known = call.notes.get(KNOWN_TASK)
     if parent is not None:
-        if known == ASKS_FOR_SUMMARY or (known is None and _asks_for(COMPACTION, _last_text(call.messages))):
+        if known == ASKS_FOR_SUMMARY or (known is None and asks_for(COMPACTION, _last_text(call.messages))):
             return Role.SUMMARY, COMPACTION_PROMPT
-        is_after = _asks_for(COMPACTION, _last_text(call.messages[parent.num_messages - 2 : parent.num_messages - 1]))
-        role = continued_role(parent, forest)
+        is_after = asks_for(COMPACTION, _last_text(call.messages[parent.num_messages - 2 : parent.num_messages - 1]))
+        role = parent.about.role if parent.about.role is not Role.RETRY else continued_role(parent, forest)
         return role, AFTER_SUMMARY if is_after else "extends"
     if known == ASKS_FOR_SUMMARY:
         return Role.SUMMARY, ASKS_FOR_SUMMARY
@@ -202,7 +142,7 @@ def find_role(
     assert root is not None
     task, system_digest = root
     if not _agent_roots(forest):
-        is_known = task is not None and not is_named and any(_asks_for(SHIPPED, t) for t in _asked_texts(call.messages))
+        is_known = task is not None and not is_named and any(asks_for(SHIPPED, t) for t in _asked_texts(call.messages))
         return (_role_of(task), task) if task is not None and is_known else (Role.MAIN, "first_chain")
     if task is not None:
         return _role_of(task), task
@@ -219,7 +159,7 @@ def _later_role(call: Call, reason: str | None, forest: TurnForest, system_diges
     if same is not None:
         return continued_role(same, forest), "same_system"
     continued = _find_reply(call.messages, forest) if has_replies else None
-    return (Role.SUB_AGENT, "other_system") if continued is None else (_role(continued), "continues_conversation")
+    return (Role.SUB_AGENT, "other_system") if continued is None else (continued.about.role, "continues_conversation")
 
 
 def corrections(
@@ -271,9 +211,9 @@ def continued_role(turn: KnownTurn, forest: TurnForest) -> Role:
     """
     for each in forest.ancestors(turn):
         if each.about.role is not Role.RETRY:
-            return _role(each)
+            return Role(each.about.role)
         others = sorted(_siblings(each, forest), key=operator.attrgetter("is_aborted"))
-        if found := next((_role(other) for other in others if other.about.role is not Role.RETRY), None):
+        if found := next((other.about.role for other in others if other.about.role is not Role.RETRY), None):
             return found
     return Role.MAIN
 
@@ -281,11 +221,6 @@ def continued_role(turn: KnownTurn, forest: TurnForest) -> Role:
 def _is_asked_by_call(messages: Sequence[Json], forest: TurnForest) -> bool:
     asked = text_digest(_last_text(messages, None))
     return any(asked in turn.about.arguments and not turn.has_child for turn in forest.by_id.values())
-
-
-def _role(turn: KnownTurn) -> Role:
-    role: Role = turn.about.role
-    return role
 
 
 def _agent_roots(forest: TurnForest) -> list[KnownTurn]:
@@ -337,11 +272,11 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
         return "probe"
     if any(message.get("role") == "assistant" for message in messages):
         texts = (_last_text(messages),) if tools else _asked_texts(messages)
-        return ASKS_FOR_SUMMARY if any(_asks_for(COMPACTION, text) for text in texts) else None
+        return ASKS_FOR_SUMMARY if any(asks_for(COMPACTION, text) for text in texts) else None
     if tools:
         return None
     texts = _asked_texts(messages)
-    return next((name for name, asked in TASKS.items() if any(_asks_for(asked, text) for text in texts)), None)
+    return next((name for name, asked in TASKS.items() if any(asks_for(asked, text) for text in texts)), None)
 
 
 def _role_of(task: str) -> Role:
@@ -366,3 +301,38 @@ def _last_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTERS)
     if not messages or messages[-1].get("role") not in ("user", *SYSTEM_ROLES):
         return ""
     return str(canonical_content(messages[-1].get("content")))[:limit]
+
+
+class Roles(CallStep):
+    """Finds the roles of all turns."""
+
+    takes_all = True
+    counters: ClassVar[Mapping[str, Counted]] = {
+        "turns_by_role": ("turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"])
+    }
+    turns_by_role: Counter
+
+    def __init__(self, services: Services) -> None:
+        self._writer = services.writer
+
+    def built(self, running: Running, turns: list[NewTurn]) -> None:
+        call, place, root = running.call, running.place, None
+        if place.parent is None:
+            root = read_root(call.messages, call.tools, turns[0].sampling)
+        is_named = place.inferred_by is None
+        found = find_role(call, place.parent, place.reason, place.forest, root, is_named=is_named)
+        for turn in turns:
+            turn.role, turn.role_reason = found
+
+    async def stored(self, running: Running, turns: list[NewTurn], known: list[KnownTurn]) -> None:
+        for turn in turns:
+            self.turns_by_role.labels(turn.role).inc()
+        forest = running.place.forest
+        for turn_ids, (role, reason) in corrections(known[0], forest, running.place.conversation) if known else ():
+            try:
+                await self._writer.do(set_roles, turn_ids, role, reason)
+            except StoreError as error:  # the call's own turn is stored
+                log.warning("the turns %s keep their roles: %s", ", ".join(turn_ids), error)
+                continue
+            for turn_id in turn_ids:
+                forest.by_id[turn_id].about.role = role

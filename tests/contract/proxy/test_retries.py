@@ -202,7 +202,7 @@ def test_a_stored_turn_is_answered_although_the_roles_of_earlier_turns_cannot_be
         return await original(self, change, *arguments)
 
     original = Writer.do
-    monkeypatch.setattr("proxy.features.roles.step.corrections", correct)
+    monkeypatch.setattr("proxy.features.roles.chains.corrections", correct)
     monkeypatch.setattr(Writer, "do", do)
     ask = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
     with in_process_proxy(tmp_path) as (http, _):

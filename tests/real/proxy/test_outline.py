@@ -62,7 +62,7 @@ def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls, late):
     for sent in (messages, [*messages, *late], other):
         continued = Continued(sent, replied, end, "", None, {}, keep_thinking=False)
         found = (template.short or template).next_ids(continued)
-        assert found.tolist() == template.next_ids_of_whole(continued).tolist()
+        assert found.tolist() == template.next_ids(continued).tolist()
         assert ("f.do_2" in template.text_of(list(found))) == (sent is other or sent[-1:] == late)
 
 
@@ -144,7 +144,7 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     """
     template, (messages, replied) = shortened(family), conversation
     ending = (min(template.end_tokens) if ended else 5), messages[replied].get("reasoning", "")
-    whole = answered(template.next_ids_of_whole, messages, replied, ending, keep_thinking=keep_thinking)
+    whole = answered(template.next_ids, messages, replied, ending, keep_thinking=keep_thinking)
     next_ids = (template.short or template).next_ids
     assert answered(next_ids, messages, replied, ending, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
@@ -186,4 +186,4 @@ def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
     continued = Continued(messages, 39, min(template.end_tokens), "", tools, {}, keep_thinking=False)
     found = (template.short or template).next_ids(continued)
     assert template.short is not None
-    assert found.tolist() == template.next_ids_of_whole(continued).tolist()
+    assert found.tolist() == template.next_ids(continued).tolist()

@@ -9,7 +9,8 @@ from proxy.features.compaction.edits import ClearThinking, ClearToolUses, Compac
 from proxy.features.compaction.messages import ManagedMessages, read_messages
 from proxy.features.compaction.responses import ManagedResponses, read_items
 from proxy.features.compaction.texts import PROMPT, framed, seal, unseal, with_prompt, without_prompt
-from proxy.features.roles.chains import COMPACTION, read_root
+from proxy.features.roles.chains import read_root
+from proxy.features.roles.prompts import COMPACTION
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
