@@ -214,7 +214,7 @@ def continued_role(turn: KnownTurn, forest: TurnForest) -> Role:
             return Role(each.about.role)
         others = sorted(_siblings(each, forest), key=operator.attrgetter("is_aborted"))
         if found := next((other.about.role for other in others if other.about.role is not Role.RETRY), None):
-            return Role(each.about.role)
+            return Role(found)
     return Role.MAIN
 
 
