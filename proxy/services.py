@@ -13,8 +13,8 @@ from fastapi import Request
 from starlette.types import Scope
 
 from proxy.auth import Authenticator, open_authenticator
+from proxy.calls.attempts import Attempts
 from proxy.calls.relay import Relay
-from proxy.calls.retries import Retries
 from proxy.calls.steps import CallStep, Steps
 from proxy.dialects.base import Call, Dialect
 from proxy.dialects.registry import CORE as CORE_DIALECTS
@@ -129,6 +129,8 @@ class Features(NamedTuple):
     reload: ReloadParts = CORE
     """How engines are brought to versions."""
     dialects: Iterable[Dialect] = CORE_DIALECTS
+    attempts: type[Attempts] = Attempts
+    """Finds which calls get the answer of an earlier one."""
     unnamed: type[Unnamed] = Unnamed
     """Finds the sessions of calls that name none."""
     describe: Describe | None = None
@@ -202,8 +204,8 @@ class Services:
         self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
         self.sessions = self._sessions(faults)
-        self.retries = Retries(database, settings.cache_share("answers"))
-        self.relay = Relay(self.pool, self.sessions, self.retries, self.steps, self.writer, settings, metrics, faults)
+        self.attempts = features.attempts(database, settings.cache_share("answers"))
+        self.relay = Relay(self.pool, self.sessions, self.attempts, self.steps, self.writer, settings, metrics, faults)
         self.reading = ReadingProcess()
         self.files = VersionFiles(self.reading)
         """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""

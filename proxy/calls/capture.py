@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from proxy.auth import Principal
-from proxy.calls.retries import Attempt
+from proxy.calls.attempts import Attempt
 from proxy.calls.steps import EVERY_CALL
 from proxy.dialects.base import DONE, SAMPLED_ENDS, SENT, Call, Captured, Choice
 from proxy.engines.engine import Lane

@@ -15,8 +15,8 @@ from http import HTTPStatus
 from typing import Any
 
 from proxy.calls import capture
+from proxy.calls.attempts import Attempts
 from proxy.calls.capture import EventBuffer, Running, take_events
-from proxy.calls.retries import Retries
 from proxy.calls.steps import EVERY_CALL, Steps
 from proxy.dialects.base import Call
 from proxy.engines.engine import Lane
@@ -75,7 +75,7 @@ class Relay:
         self,
         pool: EnginePool,
         sessions: Sessions,
-        retries: Retries,
+        attempts: Attempts,
         steps: Steps,
         writer: Writer,
         settings: ProxySettings,
@@ -85,7 +85,7 @@ class Relay:
         self._faults = faults
         self._pool = pool
         self._sessions = sessions
-        self._retries = retries
+        self._attempts = attempts
         self._steps = steps
         self._writer = writer
         self._metrics = metrics
@@ -282,7 +282,7 @@ class Relay:
         return answer
 
     async def _repeated(self, running: Running) -> bytes | None:
-        stored = await self._retries.stored_answer(
+        stored = await self._attempts.stored_answer(
             running.call, running.attempt, running.place.live.session, self._sessions.template
         )
         if stored is None:

@@ -20,9 +20,9 @@ from starlette.routing import Route, compile_path
 from starlette.types import Receive, Scope, Send
 
 from proxy.auth import OPEN, Principal
+from proxy.calls.attempts import Attempt, request_digest
 from proxy.calls.capture import NOT_YET, Running
 from proxy.calls.earlier import read_turns
-from proxy.calls.retries import Attempt, request_digest
 from proxy.calls.steps import EVERY_CALL, WITH_KEY
 from proxy.dialects.base import MAX_MESSAGES, SESSION_PREFIX, Call, Dialect, WireRoute
 from proxy.engines.engine import Engine
@@ -190,7 +190,7 @@ def end(services: Services, running: Running) -> None:
         choices = running.choices.values()
         running.num_tokens += running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
     if running.attempt is not NOT_YET:
-        services.retries.settle(running.attempt, running.answer)
+        services.attempts.settle(running.attempt, running.answer)
     if running.body is not None:
         running.body.close()
     if running.is_admitted:
@@ -265,7 +265,7 @@ class SampleEndpoint(Endpoint):
         """Read a call, and find its session; return the earlier call whose answer it gets, None if it is sampled."""
         services, principal, headers = self._services, running.principal, running.request_headers
         is_marked = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")  # an SDK says that it is a retry
-        may_be_answered = b"idempotency-key" in headers or (is_marked and services.retries.has_undelivered(principal))
+        may_be_answered = b"idempotency-key" in headers or (is_marked and services.attempts.has_undelivered(principal))
         if not may_be_answered:  # the answer of a retry may be known, and needs no place
             await admit(services, running)
         if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
@@ -277,7 +277,7 @@ class SampleEndpoint(Endpoint):
         for marks, step in self._asked:
             if not marks.isdisjoint(found):
                 await step(running)
-        attempt = await services.retries.begin(call, principal, digest, running.left)
+        attempt = await services.attempts.begin(call, principal, digest, running.left)
         if attempt.answer is not None:
             running.session_key = principal.tenant, attempt.headers[SESSION]
             for step in services.steps.denied if not call.train else ():

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from proxy.calls.attempts import request_digest
 from proxy.calls.capture import Running
-from proxy.calls.retries import request_digest
 from proxy.calls.steps import CallStep
 from proxy.dialects.base import SYSTEM_ROLES, Call
 from proxy.features.compaction.calls import Form, Managed, ManagedCall, Summary, ask, asking, go_on, said
@@ -96,7 +96,7 @@ class ManageContext(CallStep):
         own = Running(call=call, principal=principal, left=running.left, request_headers=running.request_headers)
         try:
             digest = request_digest(call, dumps(call.messages))
-            attempt = await services.retries.begin(call, principal, digest, running.left)
+            attempt = await services.attempts.begin(call, principal, digest, running.left)
             if attempt.answer is None:
                 own.attempt, attempt.headers = attempt, own.reply_headers
                 await take_media(services, call)

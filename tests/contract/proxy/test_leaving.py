@@ -11,10 +11,10 @@ from starlette.types import ASGIApp
 from support.in_process import in_process_proxy
 
 from proxy.calls import relay
-from proxy.calls.retries import Retries
 from proxy.engines.http_client import HttpClient
 from proxy.engines.pool import EnginePool
 from proxy.features.limits.bodies import ArrivingBody
+from proxy.features.retries import Retries
 from proxy.http.connections import LEFT
 from proxy.sessions.place import Sessions
 from proxy.writer.client import Writer

@@ -11,9 +11,10 @@ from support.in_process import in_process_proxy
 from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
-from proxy.calls.retries import Attempt, Retries, request_digest
+from proxy.calls.attempts import Attempt, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from proxy.features.retries import Retries
 from proxy.sessions.conversation import ConversationDigests
 from proxy.sessions.forest import KnownTurn, TurnForest
 from proxy.writer.client import Writer

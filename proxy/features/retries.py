@@ -11,83 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import random
-import time
 from collections.abc import Mapping
 
 import cachetools
 import orjson
-from blake3 import blake3
 
 from proxy.auth import Principal
+from proxy.calls.attempts import Attempt, Attempts
 from proxy.dialects.base import Call
 from proxy.sessions.template import ChatTemplate
 from turnwise.errors import Conflict
-from turnwise.json_text import dumps
 from turnwise.store import selection
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection, Database
 from turnwise.types import Json, Session, TokenIds, Turn
 
 ATTEMPT_BYTES = 800
-DIGEST_BYTES = 16
-FORM_FIELDS = frozenset({"stream", "stream_options"})
-"""Request fields that decide how an answer is sent, not what is sampled."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Attempt:
-    """One call that a retry may refer to."""
-
-    caller: tuple[str, str, str]
-    """Tenant, key, and the session that the request names; empty without one."""
-    idempotency_key: str | None
-    digest: bytes
-    """Digest of the request; under an `Idempotency-Key` without the fields that decide the answer's form."""
-    form: tuple[str, bool]
-    """Dialect, and whether the answer is streamed."""
-    found_by: tuple[object, ...]
-    """The part of the request that retries have in common with it."""
-    call_id: str
-    turn_id: str
-    """The completion's id, as the engine derives it from the call's id."""
-    left: asyncio.Future[None]
-    """Done once the client has closed its connection."""
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What the answer's headers say of the call: its session, its version."""
-    answer: bytes | None = None
-    """The whole reply, or all events of a stream; None until it was sent, and for an answer that is not kept."""
-    settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set once the call has ended, whether or not it has an answer."""
-
-    def stored_key(self, index: int) -> str:
-        """Return the name under which a choice is stored, of a call under an `Idempotency-Key`."""
-        _, key_id, _ = self.caller
-        return f"{key_id}\n{self.idempotency_key}#{index}"  # neither id has a line feed
-
-
-def request_digest(call: Call, raw: bytes) -> bytes:
-    """Return the digest of a request; under an `Idempotency-Key` without the fields that decide the answer's form.
-
-    It does not depend on the turns that the call continues without repeating them: a later attempt may find more.
-    """
-    if call.idempotency_key is not None:
-        fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
-        named = [call.dialect.name, call.num_choices, call.previous_turn_id, fields]
-        raw = dumps(named, option=orjson.OPT_SORT_KEYS)
-    return blake3(raw).digest(DIGEST_BYTES)
 
 
 def _num_bytes(attempts: tuple[Attempt, ...]) -> int:
     return sum(ATTEMPT_BYTES + len(attempt.answer or b"") for attempt in attempts)
 
 
-class Retries:
+class Retries(Attempts):
     """Calls that run, and the answers to recent ones, by what identifies a retry."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        self._database = database
+        super().__init__(database, max_bytes)
         self._settled = asyncio.Event()
         self._settled.set()
         self._running: dict[tuple[object, ...], list[Attempt]] = {}
@@ -101,25 +51,13 @@ class Retries:
         return any(each.left.done() and each.caller[:2] == caller for attempts in known for each in attempts)
 
     async def begin(self, call: Call, principal: Principal, digest: bytes, left: asyncio.Future[None]) -> Attempt:
-        """Return the call that this one retries, with its answer; else this one, which starts to sample under a new id.
+        """Return the call that this one retries, with its answer; else this one, which starts to sample.
 
         Wait for a first call that is still running. A call takes the place of an earlier one under its
-        `Idempotency-Key`. The id is the milliseconds since 1970, and 80 random bits: a database writes the index of
-        such ids at its end only. Random ids change another page of the index for each row.
-
-        Args:
-            call: the call.
-            principal: its caller.
-            digest: the digest of its request.
-            left: done once its client has closed its connection.
-
-        Raises:
-            Conflict: the `Idempotency-Key` was used with another request.
+        `Idempotency-Key`.
         """
-        caller, form = (principal.tenant, principal.key_id, call.session_id or ""), (call.dialect.name, call.stream)
-        key, call_id = call.idempotency_key, f"{time.time_ns() // 1_000_000:012x}{random.getrandbits(80):020x}"
-        found_by = (*caller, digest, form) if key is None else (*caller, key)
-        attempt = Attempt(caller, key, digest, form, found_by, call_id, f"{call.dialect.id_prefix}{call_id}", left)
+        attempt = await super().begin(call, principal, digest, left)
+        key, found_by = attempt.idempotency_key, attempt.found_by
         if (key is not None or call.is_retry) and (earlier := await self._find(attempt)) is not None:
             return earlier
         if key is None:
