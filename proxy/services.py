@@ -19,7 +19,7 @@ from proxy.calls.steps import CallStep, Steps
 from proxy.dialects.base import Call, Dialect
 from proxy.dialects.registry import CORE as CORE_DIALECTS
 from proxy.dialects.registry import Dialects
-from proxy.engines.checks import check_features, find_template
+from proxy.engines.chat_templates import find_template
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.models import Models
@@ -37,7 +37,7 @@ from proxy.sessions.template import ChatTemplate
 from proxy.settings import ProxySettings
 from proxy.sweeper import Sweeper
 from proxy.writer.client import Writer
-from turnwise.errors import EngineUnsuitable, InvalidRequest, StoreError
+from turnwise.errors import InvalidRequest, StoreError
 from turnwise.settings import READABLE
 from turnwise.store.database import Database, readable_files
 from turnwise.telemetry.requests import RequestContext
@@ -282,26 +282,19 @@ class Services:
         return {"session": session, "keys": keys, "weights": weights, **self.reloader.changes}
 
     async def _check_engine(self, engine: Engine) -> None:
-        """Check an engine's features, and reject it if capture would not be exact.
+        """Let features check an engine, and find its chat template.
 
         Raises:
-            EngineUnsuitable: it lacks a required feature, and the check is strict.
+            EngineUnsuitable: a feature rejects it.
         """
-        is_checked = self.settings.engine_check != "off"
-        try:
-            if is_checked:
-                await check_features(engine)
-        except EngineUnsuitable as unsuitable:
-            if self.settings.engine_check == "strict":
-                raise
-            log.warning("%s", unsuitable)
+        for check in self.engine_checks:
+            await check(engine)
         if self.sessions.template is None:
+            is_checked = self.settings.engine_check != "off"
             found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
             if found is not None:
                 await asyncio.to_thread(self._features.prepare, found)
             self.sessions.learn_template(found)
-        for check in self.engine_checks:
-            await check(engine)
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""

@@ -23,7 +23,7 @@ from proxy.dialects.base import Call, Captured
 from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.vllm_forms import read_parts, reject_prompt_logprobs, request, without_thinking
 from proxy.sessions.place import CallPlace
-from turnwise.engine_checks import read_models
+from turnwise.engine_routes import read_models
 from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.json_text import dumps
 from turnwise.telemetry.requests import current_request

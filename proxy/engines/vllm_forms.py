@@ -22,7 +22,7 @@ from proxy.dialects.base import SENT, Call, Captured, Choice, call_key, call_par
 from proxy.sessions.forest import EncodedIds
 from proxy.sessions.place import CallPlace
 from turnwise import parts as turn_parts
-from turnwise.engine_checks import CHAT_ROUTE
+from turnwise.engine_routes import CHAT_ROUTE
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 

@@ -112,6 +112,7 @@ def served() -> Features:
     """Return what stands beside the core; only a process that serves imports all of it."""
     from proxy.features.arms.trials import Trials
     from proxy.features.discovery.fleet import Fleet
+    from proxy.features.engine_checks import EngineChecks
     from proxy.features.exports import Exports
     from proxy.features.freed_memory import FreedMemory
     from proxy.features.inferred import Inferred
@@ -134,6 +135,6 @@ def served() -> Features:
     from proxy.services import Features
 
     here = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
-    beside = (*here, SharedLimits, Proxies, TrainingNote)
+    beside = (*here, SharedLimits, Proxies, TrainingNote, EngineChecks)
     reload = ReloadParts(MemoryLoader, Trials, Sleeper)
     return Features(STEPS, IN_STORE, beside, reload, DIALECTS, Retries, Inferred, describe, shorten)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from proxy.calls.steps import CallStep
-from turnwise.engine_checks import CHAT_ROUTE
 from turnwise.engine_plugin.features.supports import FIELD
+from turnwise.engine_routes import CHAT_ROUTE
 from turnwise.sampling import (
     STRICT_TOOLS_ADVICE,
     SUPPORT,

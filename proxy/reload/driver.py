@@ -27,7 +27,7 @@ from proxy.reload.rollout import Rollout
 from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.engine_checks import ADDRESS_HINT
+from turnwise.engine_routes import ADDRESS_HINT
 from turnwise.errors import (
     BadCheckpoint,
     EngineError,

@@ -10,11 +10,11 @@ import pytest
 from support.engines import running_engine
 from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.engines.checks import find_sampling_defaults
 from proxy.engines.engine import Engine
-from turnwise.engine_checks import read_sampling_defaults
+from proxy.features.engine_checks import find_sampling_defaults
 from turnwise.errors import EngineUnsuitable
 from turnwise.features.verify.known_tokens import logprobs_request, read_logprobs
+from turnwise.processes.engine_checks import read_sampling_defaults
 from turnwise.processes.installation import Severity, engine_findings
 from turnwise.sampling import TOOL_GRAMMAR
 

@@ -27,10 +27,10 @@ def share_template() -> None:
     """Load the stand-in engine's chat template here, for each later fork whose engine has the same files."""
     from turnwise_fake_engine.tokens import write_tokenizer
 
-    from proxy.engines import checks
+    from proxy.engines import chat_templates
     from proxy.features.outline.outlines import shorten
 
-    load = checks.load_chat_template
+    load = chat_templates.load_chat_template
     with tempfile.TemporaryDirectory() as directory:
         files = {path.name: path.read_bytes() for path in write_tokenizer(Path(directory)).iterdir()}
         template = load(directory, "string")
@@ -40,7 +40,7 @@ def share_template() -> None:
         is_same = content_format == "string" and _holds(Path(path), files)
         return template if is_same else load(path, content_format, ask)
 
-    checks.load_chat_template = load_chat_template
+    chat_templates.load_chat_template = load_chat_template
 
 
 def _holds(directory: Path, files: dict[str, bytes]) -> bool:

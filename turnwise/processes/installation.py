@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.adapter_names import own_version
-from turnwise.engine_checks import (
-    ADDRESS_HINT,
-    CHAT_ROUTE,
-    SERVER_INFO_ROUTE,
-    Requirement,
-    check_capture,
-    check_sampling_defaults,
-    read_models,
-    read_sampling_defaults,
-)
+from turnwise.engine_routes import ADDRESS_HINT, CHAT_ROUTE, read_models
 from turnwise.errors import EngineUnavailable, TurnwiseError
 from turnwise.exchange import plugins
 from turnwise.installed import install_command, installed_version, missing_from
 from turnwise.processes import compatibility
+from turnwise.processes.engine_checks import (
+    SERVER_INFO_ROUTE,
+    Requirement,
+    check_capture,
+    check_sampling_defaults,
+    read_sampling_defaults,
+)
 from turnwise.processes.engine_command import has_gpu, num_gpus, packages_problem
 from turnwise.sampling import STRICT_TOOLS_ADVICE, enforces_strict_tools
 from turnwise.settings import READABLE, mask_credentials

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turnwise.engine_checks import SERVER_INFO_ROUTE
+from turnwise.processes.engine_checks import SERVER_INFO_ROUTE
 from turnwise.sampling import ENFORCE_STRICT_TOOLS
 from turnwise_fake_engine import tokens
 from turnwise_fake_engine.ledger import EngineState

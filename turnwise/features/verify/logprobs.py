@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from turnwise.engine_checks import ADDRESS_HINT, read_models
+from turnwise.engine_routes import ADDRESS_HINT, read_models
 from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.features.verify.known_tokens import (
     NOT_REPEATABLE,

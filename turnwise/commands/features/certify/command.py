@@ -24,9 +24,9 @@ import click
 
 from turnwise.commands.features.certify.certificate import Certificate, Computed, KindResult, ingredients
 from turnwise.commands.output import print_process_line
-from turnwise.engine_checks import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.errors import ChildFailed, TurnwiseError
 from turnwise.files import create_private
+from turnwise.processes.engine_checks import SERVER_INFO_ROUTE, weights_dtype
 from turnwise.types import Json, PolicyKind
 from turnwise.version_directory import base_version
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from turnwise.engine_checks import read_models
+from turnwise.engine_routes import read_models
 from turnwise.errors import ChildFailed
 from turnwise.features.verify.known_tokens import logprobs_request, read_logprobs
 from turnwise.tokenizer import load_tokenizer
