@@ -19,6 +19,7 @@ from harnesses.shortening import ShorteningHarness, examine_shortening
 from proxy.sessions.roles import SCANNED_CHARACTERS
 
 from proxy.dialects.base import SYSTEM_ROLES
+from proxy.features.roles.chains import SCANNED_CHARACTERS
 from proxy.sessions.conversation import canonical_content
 from turnwise.types import Json
 
