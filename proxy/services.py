@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 from fastapi import Request
@@ -32,6 +32,7 @@ from proxy.reload.driver import Reloader
 from proxy.reload.parts import CORE, ReloadParts
 from proxy.reload.version_files import ReadingProcess, VersionFiles
 from proxy.sessions.forest import Describe
+from proxy.sessions.identities import NativeId
 from proxy.sessions.place import Sessions, Unnamed
 from proxy.sessions.template import ChatTemplate
 from proxy.settings import ProxySettings
@@ -133,6 +134,8 @@ class Features(NamedTuple):
     """Finds which calls get the answer of an earlier one."""
     unnamed: type[Unnamed] = Unnamed
     """Finds the sessions of calls that name none."""
+    native_ids: Sequence[NativeId] = ()
+    """How harnesses name their sessions."""
     describe: Describe | None = None
     """Returns what a feature keeps of each turn in memory."""
     prepare: Callable[[ChatTemplate], None] = as_it_is
@@ -204,6 +207,7 @@ class Services:
         self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
         self.sessions = self._sessions(faults)
+        self.native_ids = features.native_ids
         self.attempts = features.attempts(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.attempts, self.steps, self.writer, settings, metrics, faults)
         self.reading = ReadingProcess()

@@ -117,6 +117,7 @@ def served() -> Features:
     from proxy.features.freed_memory import FreedMemory
     from proxy.features.inferred import Inferred
     from proxy.features.limits.shared import SharedLimits
+    from proxy.features.native_ids import NATIVE_IDS
     from proxy.features.outline.outlines import shorten
     from proxy.features.page.beside import Page
     from proxy.features.policies.names import NamedPolicies
@@ -137,4 +138,4 @@ def served() -> Features:
     here = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
     beside = (*here, SharedLimits, Proxies, TrainingNote, EngineChecks)
     reload = ReloadParts(MemoryLoader, Trials, Sleeper)
-    return Features(STEPS, IN_STORE, beside, reload, DIALECTS, Retries, Inferred, describe, shorten)
+    return Features(STEPS, IN_STORE, beside, reload, DIALECTS, Retries, Inferred, NATIVE_IDS, describe, shorten)

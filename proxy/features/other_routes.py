@@ -43,7 +43,14 @@ class CountEndpoint(Endpoint):
                     raw = await read_body(receive, max_bytes=settings.max_body_bytes, memory=memory)
                     call = await self._read(raw, scope)
                 await services.models.choose(call, principal)
-                identify(call, scope["path_params"].get("session_id"), headers, settings.ignored_ids, principal)
+                identify(
+                    call,
+                    scope["path_params"].get("session_id"),
+                    headers,
+                    settings.ignored_ids,
+                    principal,
+                    services.native_ids,
+                )
                 admission.num_tokens, answer = await self.count(call, principal)
         await reply.whole(orjson.dumps(answer))
 

@@ -317,7 +317,8 @@ class SampleEndpoint(Endpoint):
             call.body["chat_template_kwargs"] = self._without(self._services.own_arguments, arguments)
         call.dialect = self._dialect
         session_id = scope["path_params"].get("session_id")
-        identify(call, session_id, running.request_headers, settings.ignored_ids, principal)
+        native = self._services.native_ids
+        identify(call, session_id, running.request_headers, settings.ignored_ids, principal, native)
         digest = request_digest(call, raw)
         call.policy_id, pool = principal.policy_id, self._services.pool
         is_own = any(engine.model == call.model for engine in pool.engines)

@@ -1,7 +1,7 @@
 """Which session, agent, step and user a request names, by path, headers, metadata or the ids of known clients.
 
-A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids of
-`NATIVE_IDS`. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry
+A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids that a
+feature knows. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry
 is turned off by its name in the setting `ignored_ids`. With `x-parent-session-id` the session is the parent's, and
 `X-Session-Id` names the agent. A name whose session is over continues as `id~2`, `id~3`, in this order.
 """
@@ -9,15 +9,13 @@ is turned off by its name in the setting `ignored_ids`. With `x-parent-session-i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
-
-import orjson
+from typing import NamedTuple
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
-from proxy.http.asgi import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
+from proxy.http.asgi import OWN, PARENT
 from turnwise.errors import Conflict, InvalidRequest
 from turnwise.types import Json, Session
 
@@ -32,8 +30,8 @@ MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
 MAX_USER_ID = 1000
 """Bytes of an end user's id that are stored; an index of PostgreSQL takes 2,704."""
-_UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
-_CLAUDE_SESSION = re.compile(rf"_session_({_UUID.pattern})$")
+UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
+CLAUDE_USER = re.compile(rf"_session_({UUID.pattern})$")
 
 
 class NativeId(NamedTuple):
@@ -43,67 +41,29 @@ class NativeId(NamedTuple):
     """In the setting `ignored_ids`, and before the id in the session's id."""
     read: Callable[[Headers, Json], object]
     """Returns the id from headers and body; None, or anything but text, for none."""
+    agent_headers: frozenset[bytes] = frozenset()
+    """Headers without which no agent is named."""
     agent: Callable[[Headers], str | None] = lambda _: None
     """Returns the id of the agent within the session; None for the main agent."""
 
 
-def _header(*names: bytes) -> Callable[[Headers, Json], str | None]:
-    return lambda headers, _: next((found for name in names if (found := _text(headers, name))), None)
-
-
-def _text(headers: Headers, name: bytes) -> str | None:
+def text_of(headers: Headers, name: bytes) -> str | None:
     return headers.get(name, b"").decode("latin-1") or None
 
 
-def _unique_cache_key(_: Headers, body: Json) -> str | None:
-    key = body.get("prompt_cache_key")
-    return key if isinstance(key, str) and _UUID.search(key) else None
-
-
-def _claude_user(_: Headers, body: Json) -> object:
-    """Return the session in Claude Code's `metadata.user_id`: `user_…_session_<uuid>`, or JSON with `session_id`."""
-    metadata = body.get("metadata")
-    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
-    if not isinstance(user_id, str):
-        return None
-    if user_id.startswith("{"):
-        try:
-            decoded: Any = orjson.loads(user_id)
-        except orjson.JSONDecodeError:
-            return None
-        return decoded.get("session_id") if isinstance(decoded, dict) else None
-    found = _CLAUDE_SESSION.search(user_id)
-    return found[1] if found else None
-
-
-def _conversation(_: Headers, body: Json) -> object:
-    conversation = body.get("conversation")
-    return conversation.get("id") if isinstance(conversation, dict) else conversation
-
-
-def _codex_agent(headers: Headers) -> str | None:
-    thread = _text(headers, THREAD)
-    return thread if thread != _header(*CODEX_SESSION)(headers, {}) else None
-
-
-CLAUDE_AGENT = b"x-claude-code-agent-id"
-AGENT_HEADERS = frozenset({CLAUDE_AGENT, THREAD})
-NATIVE_IDS = (
-    NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
-    NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),
-    NativeId("litellm", _header(LITELLM_SESSION)),
-    NativeId("session-affinity", _header(*AFFINITY)),
-    NativeId("claude-user", _claude_user),
-    NativeId("conversation", _conversation),
-    NativeId("prompt-cache-key", _unique_cache_key),
-)
-"""In the order in which they are tried."""
 OWN_HEADER = OWN.decode()
 EXPLICIT_SOURCES = ("path", OWN_HEADER, "metadata")
 """Where a request names a session by the session's own id, in the order in which they are tried."""
 
 
-def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str], principal: Principal) -> None:
+def identify(
+    call: Call,
+    path_id: str | None,
+    headers: Headers,
+    ignored: Collection[str],
+    principal: Principal,
+    native_ids: Sequence[NativeId] = (),
+) -> None:
     """Set the session, agent, step and key that the request names, and what its caller's key denies.
 
     A session key's session is its own.
@@ -112,8 +72,9 @@ def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collect
         call: the call.
         path_id: the session in the URL's path.
         headers: of the request.
-        ignored: names of the entries of `NATIVE_IDS` that are turned off.
+        ignored: names of the entries of `native_ids` that are turned off.
         principal: the caller.
+        native_ids: the ways in which harnesses name their sessions, in the order in which they are tried.
 
     Raises:
         InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
@@ -121,7 +82,7 @@ def identify(call: Call, path_id: str | None, headers: Headers, ignored: Collect
     """
     metadata = call.body.get("metadata") or {}
     call.agent = headers.get(b"user-agent", b"").decode("latin-1").replace("/", " ").split(" ")[0][:_MAX_AGENT] or None
-    name_session(call, path_id, headers, ignored)
+    name_session(call, path_id, headers, ignored, native_ids)
     if principal.session_id is not None:
         if call.session_id is not None and call.session_source in EXPLICIT_SOURCES:
             principal.require_session(call.session_id)
@@ -151,18 +112,20 @@ def _step(given: object, *, is_metadata: bool) -> int | None:
     raise InvalidRequest(f"a step is a number from 0 to {MAX_STEP}, not {given!r:.80}", param="step")
 
 
-def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
+def name_session(
+    call: Call, path_id: str | None, headers: Headers, ignored: Collection[str], native_ids: Sequence[NativeId]
+) -> None:
     """Set the session that a call names, where it names it, and its agent; the arguments are those of `identify`.
 
     Raises:
         InvalidRequest: a session id that is not valid.
     """
-    if not AGENT_HEADERS.isdisjoint(headers):
-        agents = (entry.agent(headers) for entry in NATIVE_IDS if entry.name not in ignored)
-        call.agent_id = next(filter(None, agents), None)
+    for entry in native_ids:
+        if call.agent_id is None and not entry.agent_headers.isdisjoint(headers) and entry.name not in ignored:
+            call.agent_id = entry.agent(headers)
     own = None
     if OWN_HEADER not in ignored and (OWN in headers or PARENT in headers):
-        own, parent = _text(headers, OWN), _text(headers, PARENT)
+        own, parent = text_of(headers, OWN), text_of(headers, PARENT)
         if parent is not None:  # a sub-agent names the session of its parent, and itself in the header of its own
             call.agent_id, own = call.agent_id or own, parent
     metadata = call.body.get("metadata") or {}
@@ -172,7 +135,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
             call.session_id, call.session_source = check_id(session_id), source
             return
     body = {**call.body, **call.original}
-    for entry in NATIVE_IDS:
+    for entry in native_ids:
         native = None if entry.name in ignored else entry.read(headers, body)
         if isinstance(native, str) and native:
             call.session_id, call.session_source = _native_session_id(entry.name, native), entry.name
@@ -196,7 +159,7 @@ def end_user(call: Call) -> str | None:
     user = next((each for each in named if isinstance(each, str) and each), None)
     if user is None or user.startswith("{"):
         return None
-    named_user = _CLAUDE_SESSION.sub("", user).replace("\0", "")  # PostgreSQL's texts have no NUL
+    named_user = CLAUDE_USER.sub("", user).replace("\0", "")  # PostgreSQL's texts have no NUL
     return named_user[:MAX_USER_ID].encode(errors="replace")[:MAX_USER_ID].decode(errors="ignore") or None
 
 

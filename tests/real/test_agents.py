@@ -18,7 +18,8 @@ from harnesses.shortening import ShorteningHarness, examine_shortening
 from harnesses.verdicts import FILE, Verdicts
 from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.sessions.identities import NATIVE_IDS, OWN_HEADER
+from proxy.features.native_ids import NATIVE_IDS
+from proxy.sessions.identities import OWN_HEADER
 
 CONTEXT_TOKENS = 262_144
 SCRATCH = ROOT / ".harnesses"

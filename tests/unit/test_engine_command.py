@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.ports import free_port
 
-from turnwise.commands import one_process
+from turnwise.commands.features import engines
 from turnwise.engine_plugin import REASON_FILE, mend_torchvision, tell_why_it_died
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes import engine_command, served_model
@@ -369,7 +369,7 @@ def test_an_engine_without_a_trainer_says_what_limits_its_texts_and_takes_a_larg
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     monkeypatch.setattr(engine_command.EngineCommand, "execute", lambda _: None)
     _write_config(model_dir, model_type="cohere2", sliding_window=1024, max_position_embeddings=8192)
-    result = CliRunner().invoke(one_process.engine, ["--model", str(model_dir), "--port", str(free_port()), *flags])
+    result = CliRunner().invoke(engines.engine, ["--model", str(model_dir), "--port", str(free_port()), *flags])
     assert (result.exit_code, result.exception) == (0, None)
     assert words in result.stderr
 

@@ -20,7 +20,7 @@ from turnwise.commands.features import COMMANDS
 from turnwise.commands.imports import imports
 from turnwise.commands.init import init
 from turnwise.commands.keys import keys
-from turnwise.commands.one_process import engine, fake_engine, proxy, reward, train
+from turnwise.commands.one_process import proxy, train
 from turnwise.commands.output import print_error
 from turnwise.commands.policies import policies, updates
 from turnwise.commands.recipe import recipe
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 for _command in (
-    *(up, proxy, train, engine, fake_engine, run, reward, recipe),
+    *(up, proxy, train, run, recipe),
     *(init, db, keys, sessions, prune, forget, policies, updates, export, imports),
 ):
     main.add_command(_command)

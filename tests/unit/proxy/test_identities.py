@@ -6,6 +6,7 @@ import pytest
 
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from proxy.features.native_ids import NATIVE_IDS
 from proxy.sessions.identities import end_user, name_session
 from turnwise.errors import InvalidRequest
 
@@ -17,7 +18,7 @@ def named(
     headers: dict[str, str], body: dict[str, Any] | None = None, path: str | None = None, ignored: tuple[str, ...] = ()
 ) -> Call:
     call = ChatCompletions().parse({"messages": [], **(body or {})})
-    name_session(call, path, {name.encode(): value.encode() for name, value in headers.items()}, ignored)
+    name_session(call, path, {name.encode(): value.encode() for name, value in headers.items()}, ignored, NATIVE_IDS)
     return call
 
 

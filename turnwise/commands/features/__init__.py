@@ -10,6 +10,8 @@ import click
 from turnwise.commands.features import examples, lineage
 from turnwise.commands.features.certify.command import certify
 from turnwise.commands.features.doctor import doctor
+from turnwise.commands.features.engines import engine, fake_engine
+from turnwise.commands.features.reward import reward
 from turnwise.commands.features.verify.command import verify
 
 COMMANDS: tuple[tuple[str | None, click.Command], ...] = (
@@ -18,6 +20,9 @@ COMMANDS: tuple[tuple[str | None, click.Command], ...] = (
     ("sessions", examples.pin),
     ("sessions", examples.unpin),
     ("policies", lineage.lineage),
+    (None, engine),
+    (None, fake_engine),
+    (None, reward),
     (None, doctor),
     (None, verify),
     (None, certify),
