@@ -42,7 +42,7 @@ from turnwise.errors import InvalidRequest, StoreError
 from turnwise.settings import READABLE
 from turnwise.store.database import Database, readable_files
 from turnwise.telemetry.requests import RequestContext
-from turnwise.types import Json, Session
+from turnwise.types import Json, Session, Turn
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +195,8 @@ class Services:
         """Rules for a session that is about to be created: each returns it as it is stored."""
         self.reopened: list[Callable[[Session, Session], Awaitable[Session]]] = []
         """Rules for a session that is created again: each takes what is wanted and what is stored, which it returns."""
+        self.turn_fields: list[Callable[[Turn], Json]] = []
+        """What features add to a turn's JSON."""
         self.ended: list[Callable[[Session], Awaitable[Json]]] = []
         """What features add to the answer that ends a session."""
         self.engine_checks: list[Callable[[Engine], Awaitable[None]]] = []

@@ -7,12 +7,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from proxy.services import Beside
+from turnwise.chains import is_trainable
 from turnwise.errors import TurnwiseError
-from turnwise.sampling import ADVICE, count_not_trained, left_out_by
+from turnwise.sampling import ADVICE, count_not_trained, left_out_by, why_not_trained
 from turnwise.store import samplings
 
 if TYPE_CHECKING:
     from proxy.services import Services
+    from turnwise.types import Json, Turn
 
 log = logging.getLogger(__name__)
 SAMPLING_SECONDS = 30.0
@@ -20,12 +22,13 @@ SAMPLING_SECONDS = 30.0
 
 
 class Untrained(Beside):
-    """Logs why newest turns are not trained, whenever there is another reason."""
+    """Says of each turn why it is not trained, and logs it of the newest ones whenever there is another reason."""
 
     def __init__(self, services: Services) -> None:
         self._database = services.database
         self._metrics = services.metrics
         self._left_out_by: set[str | None] = set()
+        services.turn_fields.append(_shown)
 
     async def run(self) -> None:
         while True:
@@ -40,3 +43,7 @@ class Untrained(Beside):
                     log.warning("%s %s", count_not_trained(newest), ADVICE)
                 self._left_out_by = reasons
             await asyncio.sleep(SAMPLING_SECONDS)
+
+
+def _shown(turn: Turn) -> Json:
+    return {"not_trained": why_not_trained(turn.sampling, turn.parts) if is_trainable(turn) else None}

@@ -25,11 +25,9 @@ from proxy.http.asgi import cancelled_when_client_leaves, check_limits, read_bod
 from proxy.http.connections import LEFT
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
-from turnwise.chains import is_trainable
 from turnwise.errors import NotFound
 from turnwise.json_text import dumps, loads
 from turnwise.parts import turn_fields
-from turnwise.sampling import why_not_trained
 from turnwise.store import extensions, keys, policies, selection
 from turnwise.store import schema as stored_schema
 from turnwise.store.database import Connection
@@ -158,12 +156,7 @@ def turn_json(view: TurnView) -> Json:
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
         **turn_fields(view.turn.parts),
-        "not_trained": _not_trained(view.turn),
     }
-
-
-def _not_trained(turn: Turn) -> str | None:
-    return why_not_trained(turn.sampling, turn.parts) if is_trainable(turn) else None
 
 
 def describe_answer(*models: str) -> dict[int | str, dict[str, Any]]:

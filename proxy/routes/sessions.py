@@ -190,7 +190,7 @@ async def list_turns(
         views, more = turns.read_turns(
             connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=whole, max_bytes=size
         )
-        return page(_turns_json(connection, views), has_more=more)
+        return page(_turns_json(connection, views, services), has_more=more)
 
     return await services.database.fetch(read)
 
@@ -201,14 +201,18 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 
     def read(connection: Connection) -> Json:
         view = turns.read_turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
-        return _turns_json(connection, [view])[0]
+        return _turns_json(connection, [view], services)[0]
 
     return answer(await services.database.fetch(read))
 
 
-def _turns_json(connection: Connection, views: Sequence[turns.TurnView]) -> list[Json]:
-    names = policies.names_of_policies(connection)
-    return [turn_json(view) | {"policy": names.get(view.turn.policy_id)} for view in views]
+def _turns_json(connection: Connection, views: Sequence[turns.TurnView], services: Services) -> list[Json]:
+    names, shown = policies.names_of_policies(connection), [turn_json(view) for view in views]
+    for row, view in zip(shown, views, strict=True):
+        for add in services.turn_fields:
+            row |= add(view.turn)
+        row["policy"] = names.get(view.turn.policy_id)
+    return shown
 
 
 FIXED_REASON = re.compile(r"exit_status_-?\d{1,3}|timeout|error|interrupted")
