@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.types import Scope
 
 from proxy.auth import Authenticator, open_authenticator
-from proxy.calls.attempts import Attempts
+from proxy.calls.capture import Attempts
 from proxy.calls.relay import Relay
 from proxy.calls.steps import CallStep, Steps
 from proxy.dialects.base import Call, Dialect

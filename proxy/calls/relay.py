@@ -15,8 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from proxy.calls import capture
-from proxy.calls.attempts import Attempts
-from proxy.calls.capture import EventBuffer, Running, take_events
+from proxy.calls.capture import Attempts, EventBuffer, Running, take_events
 from proxy.calls.steps import EVERY_CALL, Steps
 from proxy.dialects.base import Call
 from proxy.engines.engine import Lane

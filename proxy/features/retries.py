@@ -17,7 +17,7 @@ import cachetools
 import orjson
 
 from proxy.auth import Principal
-from proxy.calls.attempts import Attempt, Attempts
+from proxy.calls.capture import Attempt, Attempts
 from proxy.dialects.base import Call
 from proxy.sessions.template import ChatTemplate
 from turnwise.errors import Conflict

@@ -20,8 +20,7 @@ from starlette.routing import Route, compile_path
 from starlette.types import Receive, Scope, Send
 
 from proxy.auth import OPEN, Principal
-from proxy.calls.attempts import Attempt, request_digest
-from proxy.calls.capture import NOT_YET, Running
+from proxy.calls.capture import NOT_YET, Attempt, Running, request_digest
 from proxy.calls.earlier import read_turns
 from proxy.calls.steps import EVERY_CALL, WITH_KEY
 from proxy.dialects.base import MAX_MESSAGES, SESSION_PREFIX, Call, Dialect, WireRoute

@@ -16,7 +16,6 @@ from typing import Any
 from harnesses.play import examine_briefly, sub_agent_rules
 from harnesses.run import Stage
 from harnesses.shortening import ShorteningHarness, examine_shortening
-from proxy.sessions.roles import SCANNED_CHARACTERS
 
 from proxy.dialects.base import SYSTEM_ROLES
 from proxy.features.roles.chains import SCANNED_CHARACTERS

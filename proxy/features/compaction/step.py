@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.calls.attempts import request_digest
-from proxy.calls.capture import Running
+from proxy.calls.capture import Running, request_digest
 from proxy.calls.steps import CallStep
 from proxy.dialects.base import SYSTEM_ROLES, Call
 from proxy.features.compaction.calls import Form, Managed, ManagedCall, Summary, ask, asking, go_on, said

@@ -11,7 +11,7 @@ from support.in_process import in_process_proxy
 from support.waiting import WAIT_SECONDS
 
 from proxy.auth import Principal
-from proxy.calls.attempts import Attempt, request_digest
+from proxy.calls.capture import Attempt, request_digest
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.features.retries import Retries
