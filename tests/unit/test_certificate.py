@@ -139,6 +139,7 @@ def run_certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certify:
         (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
         monkeypatch.setattr(certify, "_stack", stack)
         monkeypatch.setattr(certify, "_command", lambda *_: "{}")
+        monkeypatch.setattr("trainer.model.loading.described", lambda _: {})
         monkeypatch.setattr(certify, "_play_all", play_all)
         monkeypatch.setattr(certify, "engine_dtype", lambda _: dtype)
         monkeypatch.setattr(certify, "_compare", lambda *_: (stages or {}, "1 of 1 turns extend their chain"))
