@@ -97,15 +97,6 @@ def test_what_nobody_was_asked_about_and_what_says_nothing_is_refused(proxy):
         assert client.session("a")["rating"] == "asked"
 
 
-async def test_the_asynchronous_client_asks_and_rates_too(proxy):
-    with Client(proxy.url) as client:
-        play(client, "a")
-        async with client.asynchronous() as twin:
-            drawn = await twin.next_rating(rater="ann")
-            await twin.rate(drawn["session_id"], True)
-            assert (await twin.ratings())["num_rated"] == 1
-
-
 def test_no_session_key_is_asked_about_other_sessions(proxy):
     with Client(proxy.url) as client:
         play(client, "a")

@@ -8,9 +8,8 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from google import genai
 from support.proxies import ProxyAndEngine, RunningProxy, assert_served_is_stored
-from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, ToolCall
+from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from turnwise.types import Outcome
 
@@ -39,11 +38,6 @@ def messages_client(proxy: RunningProxy, session_id: str) -> anthropic.Anthropic
 
 def responses_client(proxy: RunningProxy, session_id: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
-
-
-def genai_client(proxy: RunningProxy, session_id: str) -> genai.Client:
-    options = genai.types.HttpOptions(base_url=f"{proxy.url}/sessions/{session_id}")
-    return genai.Client(api_key="any", http_options=options)
 
 
 def message(client: anthropic.Anthropic, *, stream: bool, **asked: Any) -> anthropic.types.Message:
@@ -140,21 +134,6 @@ def test_new_instructions_replace_those_of_the_previous_response(proxy, shared_e
     assert second.turn.reason == "system_changed"
 
 
-def test_each_dialect_reports_its_own_finish_reason(proxy, shared_engine, session_id):
-    shared_engine.answer(Rule(reply=Reply(text="one two three"), contains="count"))
-    claude, client = messages_client(proxy, session_id), responses_client(proxy, session_id)
-    count: Any = [{"role": "user", "content": "count"}]
-    for stream in (False, True):
-        cut = message(claude, stream=stream, messages=count, max_tokens=3)
-        assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
-        stopped = message(claude, stream=stream, messages=count, stop_sequences=["two"])
-        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "two")
-        assert stopped.content[0].text == "one "
-        assert message(claude, stream=stream, messages=count).stop_reason == "end_turn"
-        short = client.responses.create(model="fake", input="count", max_output_tokens=3)
-        assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-
-
 def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(proxy, shared_engine, session_id):
     """`text.format` becomes the engine's response format; logprobs come only where they were included."""
     client = responses_client(proxy, session_id)
@@ -206,24 +185,6 @@ def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thi
     assert [tool["function"]["name"] for tool in sent["tools"]] == ["look"]
     assert [message["role"] for message in sent["messages"]] == ["user", "system"]
     assert client.messages.count_tokens(**asked).input_tokens == raw.parse().usage.input_tokens
-
-
-def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(proxy, shared_engine, session_id):
-    """There is no terminal event, and the sampled tokens are stored."""
-    broken = Fault(kind=FaultKind.RESET_STREAM, after_chunks=3)
-    asked = {"model": "fake", "stream": True}
-    shared_engine.fail_next(broken.model_copy())
-    answer = httpx2.post(
-        f"{proxy.session_v1(session_id)}/messages",
-        json={**asked, "max_tokens": 50, "messages": [{"role": "user", "content": "a long tale"}]},
-    ).text
-    assert "event: error\n" in answer
-    assert "message_stop" not in answer
-    shared_engine.fail_next(broken.model_copy())
-    answer = httpx2.post(f"{proxy.session_v1(session_id)}/responses", json={**asked, "input": "a long tale"}).text
-    assert "event: response.failed\n" in answer
-    assert "response.completed" not in answer
-    assert [view.turn.outcome for view in proxy.turns(session_id)] == [Outcome.ABORTED, Outcome.ABORTED]
 
 
 GEMINI_HELLO = {"contents": [{"parts": [{"text": "Hi."}]}]}
@@ -295,26 +256,3 @@ def shown_tokens(answer: httpx2.Response, *, stream: bool) -> dict[str, list[Any
                     rounded = json.loads(json.dumps(values), parse_float=lambda text: round(float(text), 5))
                     ids[f"{field} {name}"] = ids.get(f"{field} {name}", []) + rounded
     return ids
-
-
-@pytest.mark.engine
-def test_on_a_real_engine_the_second_turn_extends_the_first_in_each_dialect(engine, start_proxy):
-    """The texts are sampled, so tokenising them again would change tokens."""
-    proxy = start_proxy(engine.url)
-    claude, client = messages_client(proxy, "claude"), responses_client(proxy, "gpt")
-    asked: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
-    given: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
-    with genai_client(proxy, "gemini") as gemini:
-        chat = gemini.chats.create(model="small", config={"max_output_tokens": 24})
-        for _ in range(2):
-            chat.send_message("Who leads kim?")
-            list(chat.send_message_stream("And then?"))
-    for stream in (False, True, False):
-        answer = message(claude, stream=stream, model="small", max_tokens=24, messages=asked)
-        asked += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And then?"}]
-        made = response(client, stream=stream, model="small", max_output_tokens=24, input=given, tools=[RESPONSES_TOOL])
-        given += [*(item.model_dump(exclude={"parsed_arguments"}) for item in made.output)]
-        given += [{"role": "user", "content": "And then?"}]
-    assert one_exact_chain(proxy, "claude", 3)
-    assert one_exact_chain(proxy, "gpt", 3)
-    assert one_exact_chain(proxy, "gemini", 4)

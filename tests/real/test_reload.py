@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_perturbed
 from support.control_plane import ask, metric, policy, publish, publish_in_store, wait_for_status
 from support.engines import RunningEngine, running_engine
-from support.proxies import RunningProxy, StartProxy, running_proxy
+from support.proxies import RunningProxy, StartProxy
 from support.waiting import WAIT_SECONDS, wait_until
 from support.weights_in_memory import weights_in_memory
 
@@ -366,19 +366,6 @@ def test_calls_in_one_batch_are_each_computed_with_their_own_adapter_or_with_non
     assert [
         (model, gap(reply, forwards[model])) for model, reply in replies if gap(reply, forwards[model]) > TOLERANCE
     ] == []
-
-
-@pytest.mark.filterwarnings(TIED)
-def test_two_databases_on_one_engine_each_get_their_own_version_of_the_same_number(served, engine, tmp_path):
-    """The second was served by the first one's adapter: its name was known, so that nothing was loaded."""
-    with running_proxy(engine.url, f"sqlite:///{tmp_path}/second.db", tmp_path, "--holdout-share", "0") as second:
-        wait_for_status(second, 0)
-        for number, proxy in enumerate((served, second), start=1):
-            path = write_adapter(engine.model_dir, tmp_path / f"a{number}", number, scale=0.5)
-            assert publish(proxy, path, kind="lora") == 1
-            wait_for_status(proxy, 1)
-            assert greedy_gap(proxy, forward_of(engine.model_dir, path)) < TOLERANCE
-        assert greedy_gap(served, forward_of(engine.model_dir, tmp_path / "a1")) < TOLERANCE
 
 
 def models_of(engine: RunningEngine) -> list[str]:

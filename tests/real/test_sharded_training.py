@@ -68,15 +68,3 @@ def test_two_processes_give_the_losses_and_weights_of_one_over_twenty_updates(tm
     print(f"{kind}: losses apart by {max(map(abs, np.subtract(together, alone))):.1e}, weights by {apart:.1e}")
     for name, value in expected.items():
         torch.testing.assert_close(sharded[name], value, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_run_continues_with_other_numbers_of_processes_from_shards_written_in_the_background(tmp_path):
-    """Two batches on 2 processes, two on 4 and one on 1 give the weights of one uninterrupted process."""
-    model = make_model(tmp_path / "model", tie_word_embeddings=True)
-    train(tmp_path / "one", model, 1, "full", total_batches=5)
-    for num_processes, total_batches in ((2, 2), (4, 4), (1, 5)):
-        train(tmp_path / "more", model, num_processes, "full", total_batches=total_batches, checkpoint_every=2)
-    expected, resumed = (load_file(tmp_path / name / "policies/v000005/model.safetensors") for name in ("one", "more"))
-    for name, value in expected.items():
-        torch.testing.assert_close(resumed[name], value, atol=1e-5, rtol=0)

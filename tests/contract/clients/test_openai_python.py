@@ -1,6 +1,5 @@
 """openai-python through the proxy: its helpers parse, accumulate and retry as they do with OpenAI's own server."""
 
-import asyncio
 from typing import Any
 
 import httpx2
@@ -8,7 +7,6 @@ import openai
 import pydantic
 import pytest
 from support.proxies import RunningProxy
-from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, ToolCall
 
 USER: Any = {"role": "user", "content": "Hello there"}
 TOOL: Any = openai.pydantic_function_tool
@@ -62,19 +60,6 @@ def test_responses_create_stream_and_parse(client):
     assert raw.parse().output_text == "Hello there"
 
 
-def test_a_response_continues_a_previous_one_with_a_tool(client, fake_engine):
-    fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="weather", arguments={"city": "Oslo"})]), count=1))
-    tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
-    first = client.responses.create(model="fake", input="Weather?", tools=[tool])
-    call: Any = first.output[0]
-    assert call.type == "function_call"
-    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
-    second = client.responses.create(model="fake", input=output, tools=[tool], previous_response_id=first.id)
-    assert second.previous_response_id == first.id
-    sent = fake_engine.calls[-1].body["messages"]
-    assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
-
-
 def test_a_conversation_names_its_session_and_continues_from_its_newest_response(client, proxy, fake_engine):
     """Also after its session is over, which the application does not know."""
     conversation: Any = {"id": "conv_kim"}
@@ -95,30 +80,3 @@ def test_a_conversation_names_its_session_and_continues_from_its_newest_response
     assert again[1].parent_turn_id == again[0].turn_id
     with pytest.raises(openai.BadRequestError, match="not both"):
         ask(model="fake", input="x", conversation="conv_kim", previous_response_id=first.id)
-
-
-def test_a_retry_after_an_error_is_a_separate_turn(proxy, fake_engine):
-    fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
-    client = openai.OpenAI(base_url=proxy.session_v1("retried"), api_key="any", max_retries=2)
-    assert client.chat.completions.create(model="fake", messages=[USER]).choices[0].message.content == "Hello there"
-    assert [view.turn.outcome for view in proxy.turns("retried")] == ["error", "exact"]
-
-
-def test_the_async_client_makes_all_calls_concurrently(proxy):
-    async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=proxy.v1, api_key="any", max_retries=0) as client:
-
-            async def streamed(text: str) -> str:
-                async with client.chat.completions.stream(
-                    model="fake", messages=[{"role": "user", "content": text}]
-                ) as stream:
-                    final = await stream.get_final_completion()
-                return str(final.choices[0].message.content)
-
-            async def responded(text: str) -> str:
-                async with client.responses.stream(model="fake", input=text) as stream:
-                    return (await stream.get_final_response()).output_text
-
-            return await asyncio.gather(*(each(f"{n}") for n in range(8) for each in (streamed, responded)))
-
-    assert asyncio.run(all_at_once()) == [f"{n}" for n in range(8) for _ in range(2)]

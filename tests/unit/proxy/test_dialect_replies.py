@@ -209,13 +209,20 @@ def test_the_total_is_the_sum_where_an_engine_gives_none():
     assert events_of(dialect, body, [chunk, usage])[-1]["response"]["usage"]["total_tokens"] == 17
 
 
-def test_a_filtered_reply_says_so_in_each_format():
+@pytest.mark.parametrize(
+    ("finish_reason", "ends"),
+    [
+        ("content_filter", ("refusal", "content_filter", "SAFETY")),
+        ("length", ("max_tokens", "max_output_tokens", "MAX_TOKENS")),
+    ],
+)
+def test_a_filtered_or_cut_reply_says_so_in_each_format(finish_reason, ends):
     (claude, body), (openai, given), (google, asked) = REQUESTS
     said = {"content": "So"}
-    assert read_whole(claude, body, said, "content_filter")["stop_reason"] == "refusal"
-    response = read_whole(openai, given, said, "content_filter")
-    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "content_filter"})
-    assert read_whole(google, asked, said, "content_filter")["candidates"][0]["finishReason"] == "SAFETY"
+    assert read_whole(claude, body, said, finish_reason)["stop_reason"] == ends[0]
+    response = read_whole(openai, given, said, finish_reason)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": ends[1]})
+    assert read_whole(google, asked, said, finish_reason)["candidates"][0]["finishReason"] == ends[2]
 
 
 INTERLEAVED = [

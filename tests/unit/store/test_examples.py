@@ -31,16 +31,6 @@ def test_an_example_has_the_whole_prompt_and_the_reply_and_its_session_the_label
     assert (found.criterion, found.sampling) == ({"kind": "text", "contains": "yes"}, {"temperature": 0.5})
 
 
-def test_the_label_pins_the_last_reply_and_without_it_no_example_is_left(database):
-    add_session(database, "s", turns=2)
-    with database.write() as conn:
-        examples.pin_session(conn, "default", "s", note=None, written_by=None)
-        examples.pin_session(conn, "default", "s", note="again", written_by=None)
-        assert [each.example_id for each in examples.of_policy(conn, DEFAULT_POLICY)] == ["s-t2"]
-        examples.unpin_session(conn, "default", "s")
-        assert (examples.of_policy(conn, DEFAULT_POLICY), labelled(conn)) == ([], [])
-
-
 def test_the_label_stays_until_the_last_example_of_a_session_is_unpinned(database):
     add_session(database, "s", turns=2)
     with database.write() as conn:
