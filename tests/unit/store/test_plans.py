@@ -37,6 +37,7 @@ IN_PACKAGE = f"{PACKAGE}{os.sep}"
 NOT_RECORDED = {
     "store/statements.py": "sends what its callers ask for",
     "features/copying.py": "reads every table whole, because a person asks for it",
+    "features/verify/records.py": "reads what a person asks to be verified, all of it",
     "store/database.py": "connects and migrates",
     "features/proxies.py": "sends and listens, on PostgreSQL alone",
 }
