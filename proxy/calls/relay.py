@@ -127,9 +127,6 @@ class Relay:
         except asyncio.CancelledError as error:  # by the server, when it stops and its drain time is over
             raise ProxyUnavailable(STOPPING) from error
         finally:
-            for marks, step in self._steps.received:
-                if not marks.isdisjoint(running.kept):
-                    step(running)
             if running.lane is not None:
                 self._pool.release(running.lane)
             mode = "stream" if call.stream else "whole"

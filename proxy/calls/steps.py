@@ -80,9 +80,6 @@ class CallStep:
     async def stored(self, running: Running, turns: list[NewTurn], known: list[KnownTurn]) -> None:
         """Take the turns of any call that were stored; `known` are those that the next call may extend."""
 
-    def received(self, running: Running) -> None:
-        """Take a call that has its reply or has failed, while it still has its lane."""
-
     def ended(self, running: Running) -> None:
         """Take a call after its last byte, however far it came: also one that was refused or repeated an answer."""
 
@@ -114,7 +111,6 @@ class Steps:
         self.sent = self._marked(self._overridden(lambda kind: kind.sent))
         self.built = self._kept(lambda kind: kind.built)
         self.stored = self._overridden(lambda kind: kind.stored)
-        self.received = self._kept(lambda kind: kind.received)
         self.ended = self._kept(lambda kind: kind.ended)
 
     def _overridden(self, method: Callable[[Any], Any]) -> list[Any]:

@@ -76,26 +76,31 @@ class Prices(CallStep):
 
     def sent(self, running: Running) -> None:
         assert running.lane is not None
+        if Prices in running.kept:  # another engine may have lost it, whose seconds it does not pay for
+            self._leave(running)
         time_of_engine, call = self._times[running.lane.engine.url], running.call
-        if Prices not in running.kept:
-            running.kept[Prices] = time_of_engine.divide()
-            time_of_engine.num_calls += 1
+        running.kept[Prices] = time_of_engine, time_of_engine.divide()
+        time_of_engine.num_calls += 1
         options = call.body.get("stream_options") or {}
         if self._needs_usage and call.stream and isinstance(options, dict) and not options.get("include_usage"):
             call.engine_fields |= {"stream_options": {"include_usage": True}}
 
     def built(self, running: Running, turns: list[NewTurn]) -> None:
-        if (charge := self._charge(running, turns)) is not None:
+        if (charge := self._charge(running, turns, self._leave(running))) is not None:
             turns[0].extra[CHARGE] = charge
 
-    def received(self, running: Running) -> None:
-        assert running.lane is not None
-        time_of_engine = self._times[running.lane.engine.url]
-        time_of_engine.divide()
-        time_of_engine.num_calls -= 1
+    def ended(self, running: Running) -> None:
+        self._leave(running)  # it has no turn with tokens
 
-    def _charge(self, running: Running, turns: list[NewTurn]) -> Charge | None:
-        """Return what a call costs; None where no table of prices fits it."""
+    def _leave(self, running: Running) -> float:
+        """Divide its engine's seconds without a call from now on; return its share of them."""
+        time_of_engine, begun = running.kept.pop(Prices)
+        share: float = time_of_engine.divide() - begun
+        time_of_engine.num_calls -= 1
+        return share
+
+    def _charge(self, running: Running, turns: list[NewTurn], share: float) -> Charge | None:
+        """Return what a call costs with its share of its engine's seconds; None where no table of prices fits it."""
         lane, policy_id = running.lane, running.place.session.policy_id
         assert lane is not None
         policy = self._pool.policy_names.get(policy_id)
@@ -110,6 +115,5 @@ class Prices(CallStep):
         tokens = table.get("prompt", nothing) * (num_prompt - num_cached)
         tokens += table.get("cached", table.get("prompt", nothing)) * num_cached
         tokens += table.get("sampled", nothing) * sum(len(turn.token_ids) for turn in turns)
-        share: float = self._times[lane.engine.url].divide() - running.kept[Prices]
         cost = tokens / 10**6 + table.get("engine_second", nothing) * Decimal(share)
         return running.principal.root_key_id, policy_id, self._currency, cost

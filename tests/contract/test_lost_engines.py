@@ -3,6 +3,7 @@
 import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 
 import pytest
 from support.in_process import served
@@ -56,6 +57,10 @@ def moved(http):
     return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
 
+def cost_of_session(http):
+    return Decimal(http.get("/v1/sessions/s").json()["cost"]["USD"])
+
+
 def last_turns(http):
     """Return the turns after the first one, which chose the engine."""
     return http.get("/v1/sessions/s/turns").json()["data"][1:]
@@ -87,6 +92,21 @@ def test_a_call_whose_engine_is_killed_is_sampled_anew_by_another_and_stored_onc
         assert reply.result().text.count("event: message_start") == ("messages" in path)
         assert moved(http) == 1
         assert lost.url not in ready(http) or when != "before it is sent"
+
+
+def test_a_moved_call_pays_for_the_seconds_of_the_engine_that_answers_and_so_do_later_ones(tmp_path):
+    with fleet(tmp_path, 2, prices={"*": {"engine_second": 1}}) as (http, (lost, other)), ThreadPoolExecutor(1) as pool:
+        costs = [cost_of_session(http)]
+        lost.answer(Rule(contains=TEXT, reply=Reply(text="never sent", pace_seconds=3600.0)))
+        other.answer(Rule(contains=TEXT, reply=Reply(text="a reply", pace_seconds=0.001)))
+        reply = pool.submit(http.post, CHAT, json=BODY)
+        wait_until(lambda: asked_of(lost), "the engine has the call")
+        lost.kill()
+        assert reply.result().status_code == 200
+        costs.append(cost_of_session(http))
+        http.post(CHAT, json=BODY).raise_for_status()
+        costs.append(cost_of_session(http))
+    assert 0 < costs[0] < costs[1] < costs[2]
 
 
 def test_a_stream_that_has_begun_is_not_begun_again(tmp_path):
