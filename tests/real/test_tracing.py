@@ -112,6 +112,17 @@ def test_a_failed_call_is_a_failed_span(fake_engine, start_proxy, collector):
     assert spans["POST /v1/chat/completions"].status.code == ERROR
 
 
+def test_a_call_that_is_sent_again_has_a_span_of_each_engine(collector):
+    tracer = Tracer(collector.url, "turnwise", lambda _: None)
+    context = tracer.begin(make_context("", ""), "POST", "/v1/chat/completions")
+    for url in ("http://lost", "http://other"):
+        assert context.trace.start_engine(url)
+    context.trace.end("POST /v1/chat/completions", 200)
+    tracer.close()
+    engines = [attributes(span)["url.full"] for span in collector.spans if span.name == "engine"]
+    assert engines == ["http://lost", "http://other"]
+
+
 def test_calls_succeed_while_the_collector_is_unreachable(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--otlp-endpoint", "http://127.0.0.1:9")
     assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE)).status_code == 200

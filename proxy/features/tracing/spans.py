@@ -103,7 +103,11 @@ class RequestTrace:
         self._engine_span: Span | None = None
 
     def start_engine(self, url: str) -> str:
-        """Start the engine's span; it ends with the commit. Return the header that passes the trace on."""
+        """Start the engine's span; it ends with the commit, or where the call is sent again.
+
+        Return the header that passes the trace on.
+        """
+        self._end_engine()
         self._engine_span = self._tracer.start_child("engine", self._span, is_call=True)
         self._engine_span.set_attribute("url.full", url)
         ids = _ids(self._engine_span)
