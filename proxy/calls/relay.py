@@ -200,7 +200,7 @@ class Relay:
         if (is_lost or (isinstance(cause, Broken) and not running.is_sent_again)) and not has_begun:
             avoided, has_waited = lost.engine if lost.engine.is_serving else None, running.has_waited
             call, session = running.call, running.place.session
-            with contextlib.suppress(EngineUnavailable):
+            with contextlib.suppress(EngineUnavailable, Conflict):  # its engine may have the only such weights
                 lane = await self._pool.admit(session, call.policy_version, has_waited=has_waited, avoided=avoided)
                 self._pool.release(lost)
                 running.lane, running.is_sent_again, running.has_waited = lane, True, True

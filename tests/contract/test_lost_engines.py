@@ -13,6 +13,8 @@ from support.waiting import wait_until
 from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, running_fake_engine
 
 from proxy import features
+from proxy.engines.pool import EnginePool
+from turnwise.errors import Conflict
 
 CHAT = "/sessions/s/v1/chat/completions"
 TEXT = "Which river is the longest?"
@@ -131,6 +133,23 @@ def test_a_call_that_ends_each_engine_ends_two_of_them(tmp_path):
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
         assert sum(bool(asked_of(each)) for each in engines) == 2
         assert [turn["outcome"] for turn in last_turns(http)] == ["error"]
+
+
+def test_a_lost_call_whose_weights_no_other_engine_has_may_be_retried(tmp_path, monkeypatch):
+    admit = EnginePool.admit
+
+    async def refuse(*of, avoided=None, **options):
+        if avoided is not None:
+            raise Conflict("no other engine has it", code="version_not_loaded")
+        return await admit(*of, **options)
+
+    monkeypatch.setattr(EnginePool, "admit", refuse)
+    with fleet(tmp_path, 2) as (http, (lost, other)):
+        lost.fail_next(Fault(kind=FaultKind.RESET, count=2, contains=TEXT))  # a kept connection is opened anew
+        reply = http.post(CHAT, json=BODY)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert http.post(CHAT, json=BODY).status_code == 200
+        assert not asked_of(other)
 
 
 @pytest.mark.parametrize("kind", [FaultKind.HANG, FaultKind.MALFORMED, FaultKind.NO_CHOICES])

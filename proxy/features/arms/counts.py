@@ -37,6 +37,7 @@ class ArmCalls(CallStep):
 
     def sent(self, running: Running) -> None:
         beside = self._pool.state(running.place.session.policy_id).beside
-        if beside and running.call.policy_version is None and running.lane is not None:
+        is_first = running.call.policy_version is None and not running.is_sent_again
+        if beside and is_first and running.lane is not None:
             arms = {version.version: status.value for status, version in beside.items()}
             self.calls.labels(arms.get(running.lane.version, "control")).inc()

@@ -2,13 +2,17 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from proxy.features.arms.counts import ArmCalls
 from proxy.features.arms.settings import ArmSettings
 from proxy.features.arms.verdict import drift, judge
 from proxy.features.probes import Gap, gap_to, limit_of, mismatch
+from proxy.metrics import Metrics
 from turnwise.features.arms import Arm
+from turnwise.types import PolicyStatus, PolicyVersion, Session
 from turnwise.version_directory import Probe
 
 SETTINGS = ArmSettings(canary_share=0.2, canary_min_sessions=4, canary_max_sessions=100, canary_reward_drop=0.1)
@@ -128,3 +132,15 @@ def test_a_mismatch_names_both_numbers_both_limits_and_the_likely_cause():
         "(--probe-tolerance). "
     )
     assert "an output head that is tied to the embeddings" in found
+
+
+def test_a_call_during_a_canary_is_counted_once_however_often_it_is_sent():
+    beside = {PolicyStatus.CANARY: PolicyVersion(version=2, path="")}
+    step = ArmCalls(SimpleNamespace(pool=SimpleNamespace(state=lambda _: SimpleNamespace(beside=beside))))
+    step.calls = Metrics().counter(*ArmCalls.counters["calls"])
+    place, lane = SimpleNamespace(session=Session(session_id="s")), SimpleNamespace(version=2)
+    call = SimpleNamespace(policy_version=None)
+    for is_sent_again in (False, True):
+        step.sent(SimpleNamespace(place=place, call=call, lane=lane, is_sent_again=is_sent_again))
+    (counted,) = (each for each in step.calls.collect()[0].samples if each.name.endswith("_total"))
+    assert (counted.labels, counted.value) == ({"arm": "canary"}, 1)
