@@ -77,7 +77,8 @@ def main() -> None:
         kinds = {} if found else whole_product(name, directory, given.kind or ["full", "lora"])
         rows = json.loads(ROWS.read_text())
         row = rows.setdefault(directory.name, {})
-        commit = {} if given.learns else {"commit": present_commit(MEASURED)}
+        shows_other = given.learns or (given.loads and row.get("kinds"))  # a row shows what was certified
+        commit = {} if shows_other else {"commit": present_commit(MEASURED)}
         row |= {"architecture": architecture_of(directory), **commit, **found, "kinds": row.get("kinds", {}) | kinds}
         ROWS.write_text(json.dumps(rows, indent=1) + "\n")
         PAGE.write_text(page(rows))
