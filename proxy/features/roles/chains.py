@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -141,7 +141,7 @@ def find_role(
         return Role.SUB_AGENT, "agent_id"
     assert root is not None
     task, system_digest = root
-    if not _agent_roots(forest):
+    if next(_agent_roots(forest), None) is None:
         is_known = task is not None and not is_named and any(asks_for(SHIPPED, t) for t in _asked_texts(call.messages))
         return (_role_of(task), task) if task is not None and is_known else (Role.MAIN, "first_chain")
     if task is not None:
@@ -174,8 +174,8 @@ def corrections(
     """
     found: list[tuple[list[str], tuple[Role, str]]] = []
     if turn.parent_turn_id is None and turn.about.side_task is None:
-        for root in [each for each in forest.by_id.values() if each.parent_turn_id is None]:
-            if root.about.role is Role.MAIN and root.about.side_task is not None:
+        for root in forest.by_id.values():
+            if root.parent_turn_id is None and root.about.role is Role.MAIN and root.about.side_task is not None:
                 chain = [each.turn_id for each in forest.by_id.values() if each.chain_id == root.chain_id]
                 found.append((chain, (_role_of(root.about.side_task), root.about.side_task)))
     siblings = [other for other in _siblings(turn, forest) if other.is_aborted]
@@ -223,9 +223,9 @@ def _is_asked_by_call(messages: Sequence[Json], forest: TurnForest) -> bool:
     return any(asked in turn.about.arguments and not turn.has_child for turn in forest.by_id.values())
 
 
-def _agent_roots(forest: TurnForest) -> list[KnownTurn]:
-    """Return the roots of chains that ask for an agent's own work, in the order in which they were added."""
-    return [each for each in forest.by_id.values() if each.parent_turn_id is None and each.about.side_task is None]
+def _agent_roots(forest: TurnForest) -> Iterator[KnownTurn]:
+    """Yield the roots of chains that ask for an agent's own work, in the order in which they were added."""
+    return (each for each in forest.by_id.values() if each.parent_turn_id is None and each.about.side_task is None)
 
 
 def _find_reply(messages: Sequence[Json], forest: TurnForest) -> KnownTurn | None:
