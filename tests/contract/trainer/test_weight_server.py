@@ -3,16 +3,19 @@
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+import torch
 from support.waiting import wait_until
 
 from trainer.features.transfers import HeldVersions
 from trainer.features.transfers import server as weight_server
 from trainer.features.transfers.server import WeightServer
+from turnwise.engine_plugin.channel import Channel
 
 
 @pytest.fixture
@@ -105,3 +108,23 @@ def test_a_request_with_the_key_is_answered_and_its_connection_is_used_again(ser
             assert received.startswith(b"HTTP/1.1 200 ")
     assert httpx2.get(f"{server.url}/versions/1").json() == {"error": "version 1 is not in memory"}
     assert httpx2.post(f"{server.url}/transfers", json={"version": "x"}).status_code == 422
+
+
+def test_a_server_that_is_closed_sends_what_it_has_begun_and_begins_nothing_more():
+    """A trainer that ended meanwhile was aborted by the thread that sent (SIGABRT), and its engine got nothing."""
+    server, weights = WeightServer(HeldVersions()), {"a.weight": torch.arange(8.0)}
+    server.held.hold(1, weights, None)
+    asked = {"version": 1, "num_workers": 1}
+    info = httpx2.post(f"{server.url}/transfers", json=asked).json()["init_info"]
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    wait_until(lambda: httpx2.get(f"{server.url}/versions/1").status_code == 404, "nothing more is offered")
+    assert httpx2.post(f"{server.url}/transfers", json=asked).status_code == 404
+    assert closing.is_alive()
+    received = torch.zeros(server.held.find(1).layout.num_bytes, dtype=torch.uint8)
+    channel = Channel.join(info["host"], info["port"], rank=1, size=2, seconds=60)
+    channel.broadcast(received, info["chunk_bytes"])
+    assert channel.agree(is_good=True)
+    closing.join()
+    assert torch.equal(received.view(torch.float32), weights["a.weight"])
+    assert not [each for each in threading.enumerate() if each.name == "weights"]

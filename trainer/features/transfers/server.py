@@ -31,7 +31,7 @@ from turnwise.engine_plugin.channel import (
 from turnwise.types import Json
 
 if TYPE_CHECKING:
-    from trainer.features.transfers import HeldVersions
+    from trainer.features.transfers import HeldVersion, HeldVersions
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,9 @@ class Transfer:
         self._num_workers = num_workers
         self.error: str | None = None
         # The thread alone refers to the payload, which is as large as the model, and to the rendezvous and its port.
-        # Both are released when it ends, while the result stays known.
-        self._thread = threading.Thread(target=self._send, args=(payload, rendezvous), name="weights", daemon=True)
+        # Both are released when it ends, while the result stays known. Python aborts at its end (SIGABRT) if a thread
+        # is in gloo then, so the process waits for this one.
+        self._thread = threading.Thread(target=self._send, args=(payload, rendezvous), name="weights", daemon=False)
         self._thread.start()
 
     def wait(self) -> None:
@@ -85,6 +86,7 @@ class WeightServer:
         self._host = host
         self.held = held
         self._transfers: dict[str, Transfer] = {}
+        self._is_closing = False
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
@@ -111,7 +113,10 @@ class WeightServer:
             self._sleep_level = 0
 
     def close(self) -> None:
-        """Stop answering; running transfers end with the process."""
+        """Stop answering once engines have what is being sent; one that is silent is waited for `SILENCE_SECONDS`."""
+        self._is_closing = True
+        for transfer in list(self._transfers.values()):
+            transfer.wait()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -141,8 +146,11 @@ class WeightServer:
                 return HTTPStatus.OK, {"error": transfer.error}
         return NO_PAGE
 
+    def _find(self, version: int) -> HeldVersion | None:
+        return None if self._is_closing else self.held.find(version)
+
     def _describe(self, version: int) -> tuple[HTTPStatus, Json]:
-        held = self.held.find(version)
+        held = self._find(version)
         if held is None:
             return _not_held(version)
         return HTTPStatus.OK, {"version": version, "num_bytes": held.layout.num_bytes, "probe": held.probe}
@@ -151,7 +159,7 @@ class WeightServer:
         version, num_workers = body.get("version"), body.get("num_workers")
         if not isinstance(version, int) or not isinstance(num_workers, int) or num_workers < 1:
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": f"version and num_workers must be numbers, not {body!r}"}
-        held = self.held.find(version)
+        held = self._find(version)
         if held is None:
             return _not_held(version)
         rendezvous = Rendezvous(self._host, SILENCE_SECONDS)
