@@ -300,7 +300,8 @@ class Services:
             found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
             if found is not None:
                 await asyncio.to_thread(self._features.prepare, found)
-            self.sessions.learn_template(found)
+            if self.sessions.template is None:  # another engine may have been the first
+                self.sessions.learn_template(found)
 
     async def close(self) -> None:
         """Wait for running calls to be stored, then close engines, writer and store."""

@@ -3,7 +3,8 @@
 One process drives at a time, by a lease in the store; the others read the engines' labels. One engine loads a new
 version first; the others follow if it succeeds. A version that cannot be loaded is marked failed and the last good one
 stays served; a failure that may pass is retried first. Files that take long to read are waited for over many rounds.
-An engine that fails later is taken out, and is brought to the active version before it gets calls again.
+An engine that fails later is taken out, and is brought to the active version before it gets calls again. Engines are
+checked side by side: one that takes long to answer holds up neither the others nor a new version.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from turnwise.errors import (
     FilesNotRead,
     ReloadFailed,
     SettingsError,
-    StoreError,
     TurnwiseError,
 )
 from turnwise.store import keys, versions
@@ -88,7 +88,8 @@ class Reloader:
         self._rollout_of = rollout_of
         self._default = rollout_of(DEFAULT_POLICY)
         self._rollouts = {DEFAULT_POLICY: self._default}
-        self._check_lock = asyncio.Lock()
+        self._checks: dict[str, tuple[Engine, asyncio.Task[None]]] = {}
+        """The checks that run, by the engine's address."""
         self._own_models: dict[str, PolicyVersion] = {}
 
     @property
@@ -111,13 +112,19 @@ class Reloader:
 
     async def run(self) -> None:
         checked_at = 0.0
-        while True:
-            is_due = time.monotonic() - checked_at >= HEALTH_SECONDS
-            checked_at = time.monotonic() if is_due else checked_at
-            engines = [engine for engine in self._pool.engines if is_due or not engine.is_serving]
-            await self._try(self._check_engines(engines))
-            await self._try(self._follow())
-            await asyncio.sleep(POLL_SECONDS)
+        try:
+            while True:
+                is_due = time.monotonic() - checked_at >= HEALTH_SECONDS
+                checked_at = time.monotonic() if is_due else checked_at
+                engines = [engine for engine in self._pool.engines if is_due or not engine.is_serving]
+                await self._try(self._check_engines(engines, seconds=POLL_SECONDS))
+                await self._try(self._follow())
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            checks = [check for _, check in self._checks.values()]
+            for check in checks:
+                check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
 
     async def _try(self, part: Awaitable[None]) -> None:
         """Finish a part of a round, or count and log why it failed; the next round does it again."""
@@ -166,56 +173,38 @@ class Reloader:
             if unread is not None:
                 raise unread
 
-    async def _check_engines(self, engines: list[Engine]) -> None:
-        """Check which engines answer; one that came back is brought to the active version before it gets calls."""
-        checks = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
-        lacking = [engine for engine, check in zip(engines, checks, strict=True) if check is True]
-        restored = iter(await self._restore(lacking) if lacking else [])
-        outcomes = [
-            check if isinstance(check, BaseException) else next(restored) if check else None for check in checks
-        ]
-        for engine, outcome in zip(engines, outcomes, strict=True):
+    async def _check_engines(self, engines: list[Engine], *, seconds: float | None = None) -> None:
+        """Check which engines answer; one that came back is brought to the active version before it gets calls.
+
+        A check that takes longer than these seconds goes on, and a later round takes what it finds.
+        """
+        for engine in engines:
+            if engine.url not in self._checks:
+                self._checks[engine.url] = engine, asyncio.create_task(self._check(engine))
+        if self._checks:
+            await asyncio.wait([check for _, check in self._checks.values()], timeout=seconds)
+        ended = [url for url, (_, check) in self._checks.items() if check.done()]
+        outcomes = [(engine, check.exception()) for engine, check in map(self._checks.pop, ended)]
+        for engine, outcome in outcomes:
             if isinstance(outcome, EngineUnsuitable):
                 engine.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
                 engine.take_out(outcome)
             _note_problem(engine, outcome)
-        for outcome in outcomes:
+        for _, outcome in outcomes:
             is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead)
-            if isinstance(outcome, BaseException) and (isinstance(outcome, EngineUnsuitable) or not is_expected):
+            if outcome is not None and (isinstance(outcome, EngineUnsuitable) or not is_expected):
                 raise outcome
 
-    async def _check(self, engine: Engine) -> bool:
-        """Check one engine; return whether it answers, and has to load the active version before it gets calls."""
+    async def _check(self, engine: Engine) -> None:
+        """Check one engine, and let it get calls once it has the active version."""
         await engine.check_health()
         if engine.is_serving and await self._has_lost_weights(engine):
             engine.take_out("it was restarted, and has the weights that it started with")
         if not engine.is_serving:
-            return await self._admit(engine)
-        if engine.adapter_names:
+            await self._admit(engine)
+        elif engine.adapter_names:
             await self._unload_unused(engine)
-        return False
-
-    async def _restore(self, engines: list[Engine]) -> list[BaseException | None]:
-        """Load the active version into engines at the same time, and admit each; return what went wrong with it."""
-        outcomes: list[BaseException | None] = [None for _ in engines]
-        try:
-            async with self.lease.held() as is_driver:
-                if is_driver:
-                    loading = (self._load_and_open(engine) for engine in engines)
-                    outcomes = await asyncio.gather(*loading, return_exceptions=True)
-                for outcome in outcomes:
-                    if isinstance(outcome, FilesNotRead):
-                        raise outcome  # which keeps the lease
-        except StoreError as error:
-            return [error for _ in engines]
-        except FilesNotRead:
-            pass
-        return outcomes
-
-    async def _load_and_open(self, engine: Engine) -> None:
-        await self._loader.restore(engine, self._default.state.active or engine.own_model)
-        await self._open(engine)
 
     async def _unload_unused(self, engine: Engine) -> None:
         """Unload this database's adapters without calls, except those that sessions may sample with.
@@ -241,8 +230,8 @@ class Reloader:
         async with self.lease.held() as is_driver:  # otherwise another process may be exchanging the weights
             return is_driver and not await _has_version(engine)
 
-    async def _admit(self, engine: Engine) -> bool:
-        """Route calls to an engine that has appeared; return whether it has to load the active version first."""
+    async def _admit(self, engine: Engine) -> None:
+        """Route calls to an engine that has appeared, once it has the active version and is checked."""
         self._loader.appeared(engine)
         await engine.fetch_models()
         await engine.read_label()
@@ -252,23 +241,26 @@ class Reloader:
         if active is not None and active.kind is PolicyKind.LORA:
             await self._loader.adopt(engine, active)
         if not await self._memory.take_back(engine, active):
-            return False
+            return
         is_right = engine.loaded_version is not None and self._default.is_right(engine)
-        if not is_right or await engine.is_paused():
-            return True
-        await self._open(engine)
-        return False
+        if (is_right and not await engine.is_paused()) or await self._restore(engine):
+            await self._open(engine)
+
+    async def _restore(self, engine: Engine) -> bool:
+        """Load the active version beside other engines that lack it; return False while another process drives."""
+        async with self.lease.shared() as is_driver:
+            if is_driver:
+                await self._pool.refresh()  # a newer version may have become active while the lease was awaited
+                await self._loader.restore(engine, self._default.state.active or engine.own_model)
+        return is_driver
 
     async def _open(self, engine: Engine) -> None:
-        """Check an engine, the first one alone: the chat template is found with it, and others are compared with it."""
-        async with self._check_lock:
-            is_first = not self._pool.serving
-            if is_first:
-                await self._check_engine(engine)
-                engine.change(EngineState.READY)
-        if not is_first:
+        """Check an engine, again where another one has been opened first: others are compared with that one."""
+        was_alone = not self._pool.serving
+        await self._check_engine(engine)
+        if was_alone and self._pool.serving:
             await self._check_engine(engine)
-            engine.change(EngineState.READY)
+        engine.change(EngineState.READY)
         version = self._pool.version_on(engine)
         self._metrics.policy_version.set(version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, version)

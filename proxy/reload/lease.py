@@ -2,6 +2,7 @@
 
 The lease is renewed over a separate database connection, so a long queue of commits cannot delay the renewal. A
 driver that can no longer prove that it holds the lease is cancelled before the lease may pass to another process.
+Engines that come back are brought up to date together, each from when its own check has ended: they share the lease.
 """
 
 from __future__ import annotations
@@ -26,6 +27,20 @@ LEASE_SECONDS = 5.0
 """How long the lease lasts without a renewal: a reload that a crash interrupted is taken over after this time."""
 RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 0.5
+LOST = "the reload lease was lost; another process may drive the reload now"
+
+
+class Shared:
+    """One holding of the lease by several tasks: the first of them begins it, and the last one ends it."""
+
+    def __init__(self) -> None:
+        self.keeper: asyncio.Task[None]
+        self.tasks: set[asyncio.Task[object]] = set()
+        self.is_driver: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Set once the lease is held, or another process is found to hold it."""
+        self.is_left = asyncio.Event()
+        self.is_lost = False
+        self.unread: FilesNotRead | None = None
 
 
 class DriverLease:
@@ -36,6 +51,8 @@ class DriverLease:
         self._writer = writer
         self._owner = uuid.uuid4().hex
         self._lock = asyncio.Lock()
+        self._num_waiting = 0
+        self._shared: Shared | None = None
         self.token: int | None = None
         """Fencing token; None while this process does not hold the lease."""
 
@@ -60,7 +77,7 @@ class DriverLease:
             LeaseLost: the lease could not be renewed; the block was cancelled.
         """
         is_kept = False
-        async with self._lock:
+        async with self._turn():
             acquired_at = time.monotonic()
             token = await self._change(leases.acquire_lease, self._owner, LEASE_SECONDS)
             if token is None:
@@ -79,13 +96,79 @@ class DriverLease:
                 if self.token is not None:  # cancelled by somebody else, such as a shutdown
                     raise
                 driver.uncancel()
-                raise LeaseLost("the reload lease was lost; another process may drive the reload now") from None
+                raise LeaseLost(LOST) from None
             finally:
                 renewing.cancel()
                 self.token = None
                 if not is_kept:
                     with contextlib.suppress(StoreError):  # the lease then ends when it expires
                         await self._change(leases.renew_lease, token, 0)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        self._num_waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[bool]:
+        """Hold the lease for the block as `held` does, at the same time as blocks of other tasks that share it.
+
+        A block does not join others while somebody waits to hold the lease alone.
+
+        Raises:
+            LeaseLost: the lease could not be renewed; the block was cancelled.
+        """
+        shared = self._shared
+        if shared is None or (shared.is_driver.done() and self._num_waiting):
+            shared = self._shared = Shared()
+            shared.keeper = asyncio.create_task(self._keep(shared))
+        task = asyncio.current_task()
+        assert task is not None
+        shared.tasks.add(task)
+        try:
+            yield await asyncio.shield(shared.is_driver)
+        except FilesNotRead as error:
+            shared.unread = error
+            raise
+        except asyncio.CancelledError:
+            if not shared.is_lost:
+                raise
+            task.uncancel()
+            raise LeaseLost(LOST) from None
+        finally:
+            shared.tasks.discard(task)
+            if not shared.tasks:
+                if self._shared is shared:
+                    self._shared = None
+                shared.is_left.set()
+                await shared.keeper
+
+    async def _keep(self, shared: Shared) -> None:
+        """Hold the lease until the last task has left."""
+        try:
+            async with self.held() as is_driver:
+                shared.is_driver.set_result(is_driver)
+                if is_driver:
+                    await shared.is_left.wait()
+                if shared.unread is not None:
+                    raise shared.unread  # noqa: TRY301  which keeps the lease
+        except FilesNotRead:
+            pass
+        except LeaseLost:
+            shared.is_lost = True
+            for task in shared.tasks:
+                task.cancel()
+        except Exception as error:  # those who wait for the lease raise it
+            if shared.is_driver.done():
+                raise
+            shared.is_driver.set_exception(error)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
         while True:

@@ -5,6 +5,8 @@ import dataclasses
 import errno
 import functools
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from support.tiny_checkpoints import FACTORS, write_probe
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import running_fake_engine
 
-from proxy.engines.engine import LOADING, EngineState
+from proxy.engines.engine import LOADING, Engine, EngineState
 from proxy.engines.pool import EnginePool
 from proxy.reload.checkpoint import check_version, own_model
 from proxy.reload.lease import LEASE, LEASE_SECONDS
@@ -146,6 +148,41 @@ async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_w
         assert stage.statuses() == ["published"]
 
 
+async def until(is_reached: Callable[[], bool]) -> None:
+    while not is_reached():  # noqa: ASYNC110  the test has a deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_the_lease_is_shared_until_a_driver_waits_for_it_and_its_loss_stops_all_who_share_it(stage):
+    """Otherwise engines that come one after another would keep a new version from being loaded at all."""
+    async with stage.process() as process, asyncio.timeout(WAIT_SECONDS):
+        lease, order, ends = process.reloader.lease, list[str](), asyncio.Event()
+
+        async def hold(how: Callable[[], AbstractAsyncContextManager[bool]], name: str) -> None:
+            async with how() as is_driver:
+                assert is_driver
+                order.append(name)
+                await (asyncio.Event() if name == "lost" else ends).wait()
+
+        def begin(*named: str) -> list[asyncio.Task[None]]:
+            hows = (lease.held if name == "driver" else lease.shared for name in named)
+            return [asyncio.create_task(hold(*each)) for each in zip(hows, named, strict=True)]
+
+        held = begin("one", "two")
+        await until(lambda: len(order) == 2)
+        held += begin("driver", "late")
+        await asyncio.sleep(0)
+        assert order == ["one", "two"]
+        ends.set()
+        await asyncio.gather(*held)
+        assert order[2:] == ["driver", "late"]
+        lost = begin("lost", "lost")
+        await until(lambda: len(order) == 6)
+        steal_lease(stage, lease.token)
+        for error in await asyncio.gather(*lost, return_exceptions=True):
+            assert isinstance(error, LeaseLost)
+
+
 async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(
     stage, monkeypatch
 ):
@@ -173,6 +210,33 @@ async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it
             assert (Path(engine.weights_path).name, engine.weight_version) == ("v1", "1")
             assert engine.running.is_set()
         assert stage.loads == [["v1"], ["v1"] * 3]
+
+
+async def test_an_engine_that_hangs_in_its_first_chat_holds_up_no_other_engine_and_no_new_version(stage, monkeypatch):
+    """It has the right label, and nobody serves; the other one has to load its weights again."""
+    async with stage.process() as process, asyncio.timeout(WAIT_SECONDS):
+        await process.serve(1)
+        hanging, other = process.pool.engines
+        answers = asyncio.Event()
+
+        async def check(engine: Engine) -> None:
+            if engine is hanging:
+                await answers.wait()
+
+        monkeypatch.setattr(process.reloader, "_check_engine", check)
+        hanging.take_out("it is checked again")
+        other.take_out("it is checked again")
+        await other.label_weights(LOADING)
+        running = asyncio.create_task(process.reloader.run())
+        for number in (1, 2):
+            await until(lambda: process.versions == [None, number])  # noqa: B023
+            if number == 1:
+                stage.publish(2)
+        answers.set()
+        await until(lambda: process.versions == [2, 2])
+        running.cancel()
+        await asyncio.wait({running})
+        assert stage.loads[1] == ["v1", "v1", "v2"]
 
 
 async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_is_resumed(stage):
