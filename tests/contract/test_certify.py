@@ -1,5 +1,6 @@
 """What `turnwise certify` hears from the processes that it starts."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -12,17 +13,18 @@ import peft
 import pytest
 import torch
 from support.servers import serving
-from support.tiny_models import load_model, logprobs_of, make_model
+from support.tiny_models import add_words, load_model, logprobs_of, make_model
 from support.waiting import WAIT_SECONDS
 
 from turnwise.commands.features.certify import command as certify
+from turnwise.commands.features.certify.certificate import KindResult
 from turnwise.commands.features.certify.engine_text import EngineText
 from turnwise.errors import ChildFailed
 
 
 @pytest.fixture
 def bfloat16_engine() -> Iterator[str]:
-    """Yield the address of a server that states its number format as vLLM does."""
+    """Yield the address of a server that states its number format and its model as vLLM does."""
 
     class Stated(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -31,7 +33,9 @@ def bfloat16_engine() -> Iterator[str]:
             # Without this parameter vLLM states its settings as one text.
             config: Any = {"model_config": {"dtype": "torch.bfloat16"}}
             config = config if self.path == "/server_info?config_format=json" else str(config)
-            self.wfile.write(json.dumps({"vllm_config": config}).encode())
+            models = {"object": "list", "data": [{"id": "tiny", "root": "tiny", "max_model_len": 512}]}
+            stated = models if self.path == "/v1/models" else {"vllm_config": config}
+            self.wfile.write(json.dumps(stated).encode())
 
         def log_message(self, *_: object) -> None: ...
 
@@ -69,6 +73,7 @@ class PartialEngine:
     def __init__(self, model: Path, ignored: str) -> None:
         self.model, self.ignored, self.base = load_model(model), ignored, model
         self.adapters: dict[str, Any] = {}
+        self.text = TEXT.tokens
 
     def ask(self, path: str, **body: Any) -> Any:
         if path == "/collective_rpc":
@@ -88,8 +93,8 @@ class PartialEngine:
         return None
 
     def completions(self, body: Any) -> Any:
-        text = TEXT.tokens
         at = [len(prompt) for prompt in body["prompt"]]
+        text = self.text
         log_p = logprobs_of(self.adapters.get(body["model"], self.model), text)
         tops = [{f"token_id:{text[each]}": float(log_p[each - 1])} for each in at]
         return {"choices": [{"index": n, "logprobs": {"top_logprobs": [top]}} for n, top in enumerate(tops)]}
@@ -113,3 +118,23 @@ def test_weights_that_an_engine_does_not_take_are_found_before_any_training(tmp_
     assert 0 <= gaps["max"] < 1e-5
     assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
     assert not engine.adapters
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_text_of_all_positions_shows_angles_that_are_wrong_from_some_position_on(
+    tmp_path, monkeypatch, bfloat16_engine, is_right
+):
+    """The conversations that are played are shorter: they had called such an engine right."""
+    model = add_words(make_model(tmp_path / "model"))
+    text = EngineText.longest(bfloat16_engine, str(model), "float32")
+    assert (len(text.tokens), max(text.positions)) == (511, 510)
+    text = dataclasses.replace(text, tokens=[(7 * each) % 11 + 1 for each in range(511)])  # it has no words of the text
+    engine = PartialEngine(model, "")
+    engine.text = text.tokens
+    if not is_right:
+        angles = engine.model.model.rotary_emb.forward
+        late = lambda x, position_ids: angles(x, position_ids + (position_ids >= 300))  # noqa: E731
+        monkeypatch.setattr(engine.model.model.rotary_emb, "forward", late)
+    monkeypatch.setattr(EngineText, "ask", engine.ask)
+    found = KindResult("full", stages={"long": certify._long_text(str(model), text)})
+    assert found.verdict() == ("right" if is_right else "wrong")

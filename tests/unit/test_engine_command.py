@@ -288,6 +288,7 @@ def test_a_model_that_needs_torchvision_is_refused_without_it(model_dir, monkeyp
         ("GPT2LMHeadModel", True, r"of which vLLM serves no adapters; .*kind='full'"),
         ("GPT2LMHeadModel", False, None),
         ("BloomForCausalLM", False, "whose GELU vLLM does not approximate by tanh"),
+        ("Gemma3nForCausalLM", False, "whose embeddings of each layer vLLM leaves out"),
         ("MistralForCausalLM", True, None),
         ("GPTNeoXForCausalLM", True, None),
         ("BambaForCausalLM", False, "that vLLM serves no longer, since version 0.23.0"),

@@ -57,6 +57,11 @@ WITHOUT_TORCHVISION = ("idefics3",)
 """Types of models with images that vLLM serves without torchvision."""
 WITH_TIMM = ("gemma3n",)
 """Types of models whose vision tower is one of the package timm."""
+COMPUTED_OTHERWISE = {
+    "BloomForCausalLM": "whose GELU vLLM does not approximate by tanh, so that logprobs differ by 3e-4",
+    "Gemma3nForCausalLM": "whose embeddings of each layer vLLM leaves out, so that logprobs differ by 0.3",
+}
+"""Architectures that vLLM computes otherwise than transformers, which trains them."""
 TABLES = (
     "_TEXT_GENERATION_MODELS",
     "_MULTIMODAL_MODELS",
@@ -186,7 +191,7 @@ def check_served(model: str, *, gpu: bool, lora: bool, dtype: str | None, vllm_f
     if kind in WITH_TIMM and importlib.util.find_spec("timm") is None:
         raise EngineError(
             f"the model {model!r} is of the type {kind!r}, whose images vLLM and transformers read with timm; run "
-            "`pip install timm`, or serve its text model alone"
+            "`pip install timm`"
         )
     _check_padding(model)
     is_packed = bool((config.get(QUANTISED) or {}).get("load_in_4bit"))
@@ -235,8 +240,8 @@ def _check_architecture(model: str, *, lora: bool) -> None:
         problem = f"that vLLM {is_not}{since}; serve another model, or pass --model-impl or --trust-remote-code to vLLM"
     elif found is None and "linear_attention" in (config.get("layer_types") or ()):
         problem = "whose linear attention vLLM computes only with code of its own, and it has none; serve another model"
-    elif name == "BloomForCausalLM":
-        problem = "whose GELU vLLM does not approximate by tanh, so that logprobs differ by 3e-4; serve another model"
+    elif name in COMPUTED_OTHERWISE:
+        problem = f"{COMPUTED_OTHERWISE[name]}; serve another model"
     elif lora and found is not None and not _takes_adapters(models, *found):
         problem = "of which vLLM serves no adapters; train all weights (kind='full') and serve without --lora"
     if problem is not None:
