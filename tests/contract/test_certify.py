@@ -12,14 +12,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.migrated import new_database
 from support.servers import serving
 from support.tiny_models import add_words, load_model, logprobs_of, make_model
+from support.trainer_ledger import Rollouts
 from support.waiting import WAIT_SECONDS
 
 from turnwise.commands.features.certify import command as certify
 from turnwise.commands.features.certify.certificate import KindResult
 from turnwise.commands.features.certify.engine_text import EngineText
 from turnwise.errors import ChildFailed
+from turnwise.store import versions
+from turnwise.types import PolicyVersion
 
 
 @pytest.fixture
@@ -138,3 +142,20 @@ def test_a_text_of_all_positions_shows_angles_that_are_wrong_from_some_position_
     monkeypatch.setattr(EngineText, "ask", engine.ask)
     found = KindResult("full", stages={"long": certify._long_text(str(model), text)})
     assert found.verdict() == ("right" if is_right else "wrong")
+
+
+@pytest.mark.parametrize(("play", "chains"), [("play", "4 of 4 turns"), ("play_compacted", "4 of 5 turns")])
+def test_every_sampled_token_is_compared_and_turns_that_extend_their_chain_are_counted(tmp_path, play, chains):
+    """A template that breaks every chain had shown nowhere."""
+    model = make_model(tmp_path / "model")
+    database = new_database(tmp_path / "store.db")
+    with database.write() as connection:
+        versions.publish_version(connection, PolicyVersion(version=0, path=str(model)))
+    played = Rollouts(database, load_model(model), sampling={"temperature": 1.0})
+    getattr(played, play)("base", num_groups=1, group_size=4 if play == "play" else 1)
+    database.close()
+    stages, extended = certify._compare(f"sqlite:///{tmp_path}/store.db", "float32")
+    assert extended == f"{chains} extend their chain"
+    assert stages["base"]["versions"] == [0]
+    assert stages["base"]["tokens"] == (32 if play == "play" else 24)
+    assert stages["base"]["max"] < 1e-5
