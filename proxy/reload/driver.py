@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 """How often a newer policy version is looked for."""
 HEALTH_SECONDS = 1.0
-"""How often a serving engine is checked; an absent one is checked as often as policy versions are."""
+"""How often an engine is checked; an absent one is checked as often as policy versions are."""
 OWN_MODEL_SECONDS = 5.0
 """How long a round waits for the digest of an engine's own model; a later round waits for the same read."""
 
@@ -116,7 +116,7 @@ class Reloader:
             while True:
                 is_due = time.monotonic() - checked_at >= HEALTH_SECONDS
                 checked_at = time.monotonic() if is_due else checked_at
-                engines = [engine for engine in self._pool.engines if is_due or not engine.is_serving]
+                engines = [each for each in self._pool.engines if is_due or each.state is EngineState.ABSENT]
                 await self._try(self._check_engines(engines, seconds=POLL_SECONDS))
                 await self._try(self._follow())
                 await asyncio.sleep(POLL_SECONDS)
@@ -129,7 +129,8 @@ class Reloader:
     async def _try(self, part: Awaitable[None]) -> None:
         """Finish a part of a round, or count and log why it failed; the next round does it again."""
         try:
-            await part
+            with contextlib.suppress(EngineUnsuitable):  # which was said once
+                await part
         except TurnwiseError as error:
             self._metrics.background_errors.labels("reload").inc()
             log.warning("the reloader could not finish a round: %s", error)
@@ -311,5 +312,6 @@ def _note_problem(engine: Engine, outcome: BaseException | None) -> None:
         problem += f"; {ADDRESS_HINT}"
     if problem != engine.problem and not isinstance(outcome, FilesNotRead):
         why = outcome.__cause__ if isinstance(outcome, EngineUnavailable) else problem
-        log.info("the engine at %s does not serve yet: %s", engine.url, why)
+        level = logging.WARNING if isinstance(outcome, EngineUnsuitable) else logging.INFO
+        log.log(level, "the engine at %s does not serve yet: %s", engine.url, why)
     engine.problem = problem

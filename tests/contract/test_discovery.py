@@ -140,7 +140,7 @@ def test_an_engine_that_leaves_finishes_its_call_and_gets_no_other(named, tmp_pa
     ],
 )
 def test_an_engine_of_another_model_defaults_or_weights_is_refused_by_name(
-    named, tmp_path, monkeypatch, script, problem
+    named, tmp_path, monkeypatch, caplog, script, problem
 ):
     with engines(1) as (right,), engines(1, **script) as (wrong,):
         if "default_temperature" in script:
@@ -155,6 +155,9 @@ def test_an_engine_of_another_model_defaults_or_weights_is_refused_by_name(
             assert problem in reports(http)[wrong.url]["error"]
             assert {ask(http, f"s{number}").status_code for number in range(8)} == {200}
             assert not any("hi" in json.dumps(call.body) for call in wrong.calls)
+            num_checks = len(wrong.calls)
+            wait_until(lambda: len(wrong.calls) >= num_checks + 4, "it is checked again")
+            assert (caplog.text.count(problem), metric(http, "turnwise_background_errors_total")) == (1, 0)
 
 
 def test_a_list_that_names_no_engines_keeps_the_last_good_one_and_is_counted(named, tmp_path, monkeypatch, caplog):

@@ -21,7 +21,7 @@ import pytest
 import torch
 from openai import APIError, AsyncOpenAI, OpenAI
 from safetensors.torch import load_file, save_file
-from support.checkpoints import Forward, copied, forward_of, write_adapter, write_perturbed
+from support.checkpoints import Forward, copied, forward_of, with_probe, write_adapter, write_perturbed
 from support.control_plane import ask, metric, policy, publish, publish_in_store, wait_for_status
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
@@ -235,13 +235,6 @@ def other_probe(model_dir: Path, place: Path) -> None:
     copied(model_dir, place, "config.json", "model.safetensors")
     probe = {"token_ids": [5, 6, 7, 8], "logprobs": [-0.1, -0.1, -0.1]}
     (place / "turnwise.json").write_text(json.dumps({"probe": probe}))
-
-
-def with_probe(directory: Path, forward: Forward) -> Path:
-    token_ids = list(range(40, 88))
-    logprobs = forward(token_ids, 1).tolist()
-    (directory / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": token_ids, "logprobs": logprobs}}))
-    return directory
 
 
 def nowhere(model_dir: Path, place: Path) -> None:

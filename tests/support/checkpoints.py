@@ -97,3 +97,11 @@ def forward_of(directory: Path, adapter: Path | None = None) -> Forward:
         return torch.log_softmax(logits, -1).gather(1, ids[0, prompt_length:, None])[:, 0]
 
     return forward
+
+
+def with_probe(directory: Path, forward: Forward) -> Path:
+    """Write a trainer's probe beside a version's weights."""
+    token_ids = list(range(40, 88))
+    logprobs = forward(token_ids, 1).tolist()
+    (directory / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": token_ids, "logprobs": logprobs}}))
+    return directory

@@ -62,8 +62,13 @@ def versions_of_engines(proxy: RunningProxy) -> dict[str, int]:
 
 
 def metric(proxy: RunningProxy, sample: str, *, admin_key: str = "", **labels: str) -> float:
+    return metric_at(proxy.url, sample, admin_key=admin_key, **labels)
+
+
+def metric_at(url: str, sample: str, *, admin_key: str = "", **labels: str) -> float:
+    """Return the sum of a metric's samples at a proxy's or an engine's address."""
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-    request = urllib.request.Request(f"{proxy.url}/metrics", headers=headers)
+    request = urllib.request.Request(f"{url}/metrics", headers=headers)
     with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:
         families = text_string_to_metric_families(response.read().decode())
     return sum(

@@ -38,9 +38,8 @@ class RunningEngine:
     pid: int
 
 
-@pytest.fixture(scope="session")
-def small_model_dir() -> Path:
-    """A small model with tokenizer and chat template, built once and kept between runs.
+def small_model() -> Path:
+    """Return a small model with tokenizer and chat template, built once and kept between runs.
 
     Its output head is tied to its embeddings, as in most small pretrained models: a load has to reach both.
     """
@@ -53,6 +52,11 @@ def small_model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_model_dir() -> Path:
+    return small_model()
+
+
+@pytest.fixture(scope="session")
 def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     with running_engine(small_model_dir, log) as running:
@@ -61,11 +65,11 @@ def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @contextlib.contextmanager
 def running_engine(
-    model_dir: Path, log: Path, *extra: str, environment: Mapping[str, str] | None = None
+    model_dir: Path, log: Path, *extra: str, environment: Mapping[str, str] | None = None, port: int = 0
 ) -> Iterator[RunningEngine]:
     """Run a real vLLM with our flags and `extra` ones, and with further variables, until the block ends."""
     served = {"served_model_name": "small", "lora": True, "weight_transfer": True}
-    settings = EngineSettings(model=str(model_dir), port=free_port(), device="cpu", **served)
+    settings = EngineSettings(model=str(model_dir), port=port or free_port(), device="cpu", **served)
     command = build_command(settings, extra)
     plugin, further = plugin_environment(log.parent), dict(environment or {})
     variables = command.environment | plugin | further
