@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import httpx2
 import pytest
 from chaos.agents import playing
 from chaos.invariants import assert_nothing_is_lost_or_doubled
+from support.full_disk import filled, small_disk
 from support.private_postgres import PrivatePostgres, binary
 from support.proxies import RunningProxy, running_proxy
 from support.waiting import wait_until
@@ -72,33 +72,16 @@ def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
-@contextlib.contextmanager
-def full_disk(_: RunningProxy, database: Path) -> Iterator[None]:
-    filler = database.parent / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    yield
-    filler.unlink()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], check=False)
-    if mounted.returncode:
-        pytest.skip("mounting needs root; the limit on file sizes is tested all the same")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+def full_disk(_: RunningProxy, database: Path) -> contextlib.AbstractContextManager[None]:
+    return filled(database.parent)
 
 
 @pytest.mark.parametrize("how", [file_limit, full_disk])
-def test_no_turn_is_lost_while_the_disk_is_full_and_calls_succeed_once_there_is_space(how, tmp_path, request):
-    place = request.getfixturevalue("small_disk") if how is full_disk else tmp_path / "database"
-    place.mkdir(exist_ok=True)
+def test_no_turn_is_lost_while_the_disk_is_full_and_calls_succeed_once_there_is_space(how, tmp_path):
+    place = tmp_path / "database"
     database = place / "turnwise.db"
     with (
+        small_disk(place) if how is full_disk else contextlib.nullcontext(place.mkdir()),
         running_fake_engine(Script(pace_seconds=0.002)) as engine,
         running_proxy(engine.url, f"sqlite:///{database}", tmp_path, *IMPATIENT) as proxy,
         playing(proxy.url, 8) as agents,

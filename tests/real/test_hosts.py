@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.full_disk import filled, small_disk
 from support.migrated import new_database
 from support.tiny_models import load_model, make_model
 from support.trainer_ledger import Rollouts, write_settings
@@ -136,6 +138,12 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
             ip("netns", "del", host)
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "policies") as place:
+        yield place
+
+
 class Run:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -166,7 +174,9 @@ class Run:
 
 
 @pytest.mark.slow
-def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a_cut_cable(tmp_path, machines):
+def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_a_cut_cable_and_a_full_disk(
+    tmp_path, machines, disk
+):
     """Each group is trained once, whatever ends which process."""
     run = Run(tmp_path)
     two = HOSTS[:2]
@@ -199,11 +209,22 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_and_a
     assert run.num_batches() == 2
 
     machines.connect("host-a", is_up=True)
-    with machines.training(run.configs("policies", two, total_batches=3), **named) as running:
+    with machines.training(together, **named) as running:
+        wait_until(lambda: run.num_batches() == 3, "the batch of the trainer without a cable is acknowledged")
+        with filled(disk):
+            run.play("fourth")
+            assert all(running[host].wait(WAIT_SECONDS) != 0 for host in two)
+            assert re.search(
+                rf"'{disk}/v000004' on 'host-a' cannot be written: .*No space left.*\. 0 MiB are free",
+                machines.log("host-a"),
+            )
+    assert run.num_batches() == 3
+
+    with machines.training(run.configs("policies", two, total_batches=4), **named) as running:
         assert [running[host].wait(WAIT_SECONDS) for host in two] == [0, 0], machines.log("host-a")[-3000:]
     with run.db.read() as conn:
-        assert overview.count_rows(conn).groups == {"trained": 6}
-        assert [record.update_id for record in list_updates(conn)[0]] == [3, 2, 1]
+        assert overview.count_rows(conn).groups == {"trained": 8}
+        assert [record.update_id for record in list_updates(conn)[0]] == [4, 3, 2, 1]
     run.db.close()
 
 

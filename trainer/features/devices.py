@@ -40,7 +40,7 @@ from trainer.model.loading import (
     trainable_config,
 )
 from trainer.model.model import Policy, Whole
-from trainer.publish.checkpoint import SHARE, comes_true
+from trainer.publish.checkpoint import SHARE, comes_true, writing
 from trainer.settings import TrainerSettings
 from trainer.world import World
 from turnwise.errors import SettingsError
@@ -98,6 +98,7 @@ class Processes(World):
 
         Raises:
             SettingsError: Some do not; in all processes.
+            NotWritten: The first one cannot write there.
         """
         if self.size == 1:
             return
@@ -105,8 +106,9 @@ class Processes(World):
 
         def write() -> str:
             nonce = secrets.token_hex(16)
-            path.write_text(nonce, encoding="utf-8")
-            synchronise(path)
+            with writing(path):
+                path.write_text(nonce, encoding="utf-8")
+                synchronise(path)
             return nonce
 
         def is_seen() -> bool:

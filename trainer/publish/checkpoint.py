@@ -18,6 +18,7 @@ import errno
 import functools
 import logging
 import shutil
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -127,7 +128,8 @@ class Checkpoints:
             torch.save(values, staging / STATE_FILE)
             _save_tensors(tensors, staging / TENSORS, group)
             _check_shards(staging / TENSORS)
-        with replaced(self.directory / LATEST) as staged:
+        latest = self.directory / LATEST
+        with writing(latest), replaced(latest) as staged:
             staged.write_text(self.policy_directory(version).name + "\n", encoding="utf-8")
 
     def read_state(self, version: int) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def copied(tensors: Any) -> Any:
 
 
 def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
-    with _writing(path), _without_warning():
+    with writing(path), _without_warning():
         state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
 
 
@@ -265,14 +267,15 @@ def _locked(path: Path) -> TextIO:
 
 
 @contextlib.contextmanager
-def _writing(place: Path) -> Iterator[None]:
+def writing(place: Path) -> Iterator[None]:
+    """Raise `NotWritten` where the block cannot write."""
     try:
         yield
     except LIBRARY_ERRORS as error:
         free = shutil.disk_usage(place.parent if place.parent.exists() else place.anchor).free
         raise NotWritten(
-            f"{str(place)!r} cannot be written: {reason_of(error)}. {free // 2**20} MiB are free there; the groups are "
-            "not recorded, and the next start trains them again"
+            f"{str(place)!r} on {socket.gethostname()!r} cannot be written: {reason_of(error)}. {free // 2**20} MiB "
+            "are free there; the groups are not recorded, and the next start trains them again"
         ) from error
 
 
@@ -286,7 +289,7 @@ def _appearing(place: Path) -> Iterator[Path]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        with _writing(place):
+        with writing(place):
             yield staging
             for path in [*staging.rglob("*"), staging]:
                 synchronise(path)

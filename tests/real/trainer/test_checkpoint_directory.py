@@ -140,7 +140,7 @@ def test_a_write_that_fails_is_one_sentence_whatever_library_writes_and_leaves_n
         "tensors": lambda: checkpoints.write_state(1, {}, {"model": large}),
     }[what]
     checkpoints.open()
-    with no_file_over(50_000), pytest.raises(NotWritten, match=r"v000001.* cannot be written: .* MiB are free there"):
+    with no_file_over(50_000), pytest.raises(NotWritten, match=r"v000001.* on '.+' cannot be written: .* MiB are"):
         write()
     assert sorted(found.name for found in place.iterdir()) == [".lock"]
     checkpoints.close()
@@ -210,6 +210,8 @@ def test_processes_that_do_not_see_one_directory_are_refused_at_the_start(place)
         SettingsError, match=r"of process 1 on 'host-b' is not the one .*: all machines of a trainer need"
     ):
         TwoProcesses(is_shared_there=False).check_shared(place)
+    with no_file_over(0), pytest.raises(NotWritten, match=r"\.shared' on '.+' cannot be written: .*too large"):
+        TwoProcesses(is_shared_there=True).check_shared(place)
     first.close()
 
 
