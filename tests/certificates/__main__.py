@@ -67,9 +67,9 @@ On a CPU vLLM computes attention heads of size {HEAD_SIZES}; gated delta nets an
 quantised weights in bfloat16 alone, and no mixtures of these; no latent attention, no selective scan of Mamba 1, and no
 adapters of mixtures. `doctor` refuses what is beyond that.
 
-Gemma 3n is refused on any machine, because vLLM departs from transformers: its text class leaves out the embeddings of
-each layer (0.3 nats), and it leaves out the factor before their norm too (1e-4). With both put in, a tiny model of it
-agrees within 3e-6. The class with images has the first of them, and wants `timm`.
+Gemma 3n's text class is refused on any machine, because vLLM departs from transformers: it leaves out the
+embeddings of each layer (0.3 nats), and the factor before the norm of what is added to them. Attention, AltUp,
+Laurel, sparse MLPs and shared keys agree. The class with images has the embeddings, and wants `timm`.
 """
 
 
