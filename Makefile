@@ -119,8 +119,8 @@ test-real: setup .conformance/.installed ## Run what `make test` leaves to CI: v
 test-all: setup lint .venv/.real .packed/.installed .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough
 
-chaos: setup ## Break every part under load, and let engines come and go: make chaos MINUTES=30 SEED=7
-	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
+chaos: setup ## Break every part under load, and let engines come and go: make chaos MINUTES=30 SEED=7 REAL=3
+	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) $(if $(REAL),--real $(REAL)) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

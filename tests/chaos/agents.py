@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -34,6 +34,7 @@ class CompleteReply:
     turn_id: str
     parent_turn_id: str | None
     text: str
+    asked: str
     has_key: bool = True
     """Whether its call had an `Idempotency-Key`, so that it must not be sampled twice."""
 
@@ -94,15 +95,17 @@ class Agent:
         self, http: aiohttp.ClientSession, name: str, messages: list[dict[str, str]], parent: str | None, key: str
     ) -> CompleteReply:
         body = {"model": "fake", "messages": messages, "stream": self._streams, "n": self._num_choices}
+        body |= self._crowd.fields
         path = f"/sessions/{name}/v1/chat/completions"
         if self._cuts:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
                 await self._attempt(http, self._crowd.urls[0] + path, body, key, _cut)
         read = self._streamed if self._streams else _complete
         turn_id, text = await self._repeat(http, path, body, key if self._has_keys else None, read)
-        seen = CompleteReply(self._tenant, name, turn_id, parent, text, self._has_keys)
-        if text != messages[-1]["content"]:
-            self._observed.violations.append(f"{messages[-1]['content']!r} was answered by {text!r}")
+        asked = messages[-1]["content"]
+        seen = CompleteReply(self._tenant, name, turn_id, parent, text, asked, self._has_keys)
+        if not self._crowd.fields and text != asked:
+            self._observed.violations.append(f"{asked!r} was answered by {text!r}")
         self._observed.replies.append(seen)
         return seen
 
@@ -203,7 +206,10 @@ class Crowd:
         *,
         think_seconds: float = 0.0,
         is_varied: bool = True,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
+        self.fields = fields or {}
+        """What requests to engines have that are no stand-ins, and do not echo what they are asked."""
         self.observed = Observed()
         self.urls, self.think_seconds, self.is_varied = urls, think_seconds, is_varied
         self.going = asyncio.Event()

@@ -10,11 +10,13 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
+import httpx2
 from chaos import invariants
-from chaos.agents import Crowd
+from chaos.agents import Crowd, Observed
 from support.control_plane import ask, metric
 from support.private_postgres import PrivatePostgres
 from support.proxies import RunningProxy, running_proxy
@@ -31,6 +33,7 @@ HOST_SIZE = 4
 PACE_SECONDS = 0.04
 """Of a stand-in for a token: a reply takes about a second, so that kills hit calls that run."""
 FLAGS = ("--policy-tenant", "default", "--holdout-share", "0", "--commit-timeout-seconds", "60")
+JOINS, LEAVES = "an engine joins", "an engine leaves"
 STREAM_BROKE = 200
 """Status of a reply that had begun when its error came."""
 
@@ -38,8 +41,13 @@ STREAM_BROKE = 200
 class Fleet:
     """What runs, and who is named to the proxies."""
 
+    flags = FLAGS
+    fields: ClassVar[Mapping[str, Any]] = {}
+    """What agents' requests have."""
+
     def __init__(self, directory: Path, running: contextlib.ExitStack, num_engines: int) -> None:
-        self._directory, self._running = directory, running
+        directory.mkdir(exist_ok=True)
+        self._directory, self._running, self.size = directory, running, num_engines
         self._file = directory / "engines.json"
         self.all: list[RunningFakeEngine] = []
         """All stand-ins that ever ran; what they sampled is compared with what is stored."""
@@ -57,7 +65,7 @@ class Fleet:
                 tenant: keys.create_key(connection, tenant, keys.KeyRole.AGENT, "chaos")[1] for tenant in TENANTS
             }
             self._admin = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "chaos")[1]
-        flags = ("--engines", f"file://{self._file}", *FLAGS)
+        flags = ("--engines", f"file://{self._file}", *self.flags)
         self.proxies: list[RunningProxy] = [
             running.enter_context(running_proxy(None, url, directory, *flags)) for _ in range(NUM_PROXIES)
         ]
@@ -68,6 +76,20 @@ class Fleet:
         engine = self._running.enter_context(running_fake_engine(Script(pace_seconds=PACE_SECONDS), port=port))
         self.all.append(engine)
         return engine
+
+    def is_idle(self, engine: RunningFakeEngine) -> bool:
+        return all(call.outcome != "running" for call in engine.calls)
+
+    def write_version(self, place: Path) -> Path:
+        return write_weights(place)
+
+    def violations(self, observed: Observed) -> list[str]:
+        """Return what is wrong with replies and versions, as far as the stand-ins know."""
+        stored = invariants.stored_turns(self.database)
+        return [
+            *invariants.lost_or_doubled(observed, stored, self.all),
+            *invariants.wrong_versions(self.all, stored),
+        ]
 
     def name(self, *engines: RunningFakeEngine) -> None:
         """Let these be the engines that are named."""
@@ -81,12 +103,13 @@ class Fleet:
 
     def publish(self) -> None:
         self.version += 1
-        place = write_weights(self._directory / f"v{self.version}")
+        place = self.write_version(self._directory / f"v{self.version}")
         ask(self.proxies[0].url, "/v1/policies", {"path": str(place), "version": self.version}, key=self._admin)
 
     def served(self) -> list[dict[str, int | None]]:
         """Return the version of each engine that gets calls, by its address, as each proxy says it."""
-        answers = [ask(proxy.url, "/readyz", key=self._admin)["engines"] for proxy in self.proxies]
+        head = {"authorization": f"Bearer {self._admin}"}
+        answers = [httpx2.get(f"{proxy.url}/readyz", headers=head).json()["engines"] for proxy in self.proxies]
         return [{each["url"]: each["policy_version"] for each in answer if each["ready"]} for answer in answers]
 
     def is_whole(self) -> bool:
@@ -108,14 +131,20 @@ class Comings:
         self._fleet, self._rng = fleet, random.Random(seed)
         self.events: dict[str, Callable[[], None]] = {
             "an engine is killed and comes back": self._kill,
-            "an engine joins": self._join,
-            "an engine leaves": self._leave,
+            JOINS: self._join,
+            LEAVES: self._leave,
             "an engine moves": self._move,
             "a host is killed and another one comes": self._replace_host,
         }
+        if fleet.size == 1:  # the calls of an engine that is killed need another one
+            self.events = {name: self.events[name] for name in (JOINS, LEAVES)}
 
     def choose(self) -> str:
-        return self._rng.choice(sorted(self.events))
+        """Return the next event; where engines have become more or fewer than at the start, one that mends it."""
+        chosen = self._rng.choice(sorted(self.events))
+        if chosen in (JOINS, LEAVES) and len(self._fleet.alive) != self._fleet.size:
+            chosen = LEAVES if len(self._fleet.alive) > self._fleet.size else JOINS
+        return chosen
 
     def _some(self, number: int = 1) -> list[RunningFakeEngine]:
         return self._rng.sample(self._fleet.alive, number)
@@ -139,7 +168,7 @@ class Comings:
         (gone,) = self._some()
         self._fleet.name(*self._others([gone]))
         wait_until(self._fleet.is_whole, "the proxies let it go")
-        wait_until(lambda: all(call.outcome != "running" for call in gone.calls), "its last call ends")
+        wait_until(lambda: self._fleet.is_idle(gone), "its last call ends")
         gone.kill()
 
     def _move(self) -> None:
@@ -155,9 +184,9 @@ class Comings:
 
 
 @contextlib.contextmanager
-def fleet(directory: Path, num_engines: int) -> Iterator[Fleet]:
+def fleet(directory: Path, num_engines: int, kind: type[Fleet] = Fleet) -> Iterator[Fleet]:
     with contextlib.ExitStack() as running:
-        yield Fleet(directory, running, num_engines)
+        yield kind(directory, running, num_engines)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -173,6 +202,7 @@ def play(
         num_agents // len(TENANTS),
         think_seconds=every_seconds / 5,
         is_varied=False,
+        fields=running.fields,
     )
     try:
         crowd.go()
@@ -194,10 +224,8 @@ def play(
     finally:
         crowd.stop()
     crowd.join(WAIT_SECONDS)
-    stored = invariants.stored_turns(running.database)
     found = [
-        *invariants.lost_or_doubled(crowd.observed, stored, running.all),
-        *invariants.wrong_versions(running.all, stored),
+        *running.violations(crowd.observed),
         *(["the agents did not finish"] if crowd.is_playing() else []),
     ]
     cut = {error: n for error, n in crowd.observed.refusals.items() if error[0] == STREAM_BROKE}
@@ -206,9 +234,10 @@ def play(
     if crowd.observed.broken_connections:
         found.append(f"{crowd.observed.broken_connections} connections broke")
     summary = (
-        f"fleet, seed {seed}: {num_agents} agents, {len(running.alive)} engines at the end and {len(running.all)} in "
-        f"all, {len(rounds)} events in {time.monotonic() - started:.0f} s ({dict(Counter(rounds))}), version "
-        f"{running.version}, {len(crowd.observed.replies)} replies seen whole, {failed.total()} calls failed, "
+        f"{type(running).__name__}, seed {seed}: {num_agents} agents, {len(running.alive)} engines at the end and "
+        f"{len(running.all)} in all, {len(rounds)} events in {time.monotonic() - started:.0f} s "
+        f"({dict(Counter(rounds))}), version {running.version}, {len(crowd.observed.replies)} replies seen whole, "
+        f"{failed.total()} calls failed, "
         f"{sum(cut.values())} streams broke after they had begun, {running.num_moved()} calls sampled anew by another "
         f"engine, {len(found)} violations"
     )

@@ -63,12 +63,19 @@ def lost_or_doubled(
 ) -> list[str]:
     """Compare the replies that agents received, the turns of their sessions, and what the engines sampled."""
     return [
+        *not_whole(observed, stored),
+        *_crossed(stored),
+        *_not_what_was_sampled(engines, stored),
+    ]
+
+
+def not_whole(observed: Observed, stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """Compare the replies that agents received with the turns of their sessions."""
+    return [
         *observed.violations,
         *not_stored_once(observed.replies, stored),
-        *_crossed(stored),
         *_without_outcome(stored),
         *_not_numbered(stored),
-        *_not_what_was_sampled(engines, stored),
     ]
 
 
@@ -95,7 +102,7 @@ def not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[str
         kept = (tenant, turn.session_id, turn.parent_turn_id, turn.response["content"])
         if kept != (seen.tenant, seen.session_id, seen.parent_turn_id, seen.text):
             found.append(f"{seen} is stored as {kept}, outcome {turn.outcome}, reason {turn.reason}")
-        same = finished[seen.tenant, seen.session_id, seen.text]
+        same = finished[seen.tenant, seen.session_id, seen.asked]
         if seen.has_key and same != {seen.turn_id}:
             found.append(f"{seen} is stored {len(same)} times: {same}")
     return found
