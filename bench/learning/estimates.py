@@ -58,8 +58,8 @@ NUM_COST = 5
 MARGIN = 0.02
 Z90 = statistics.NormalDist().inv_cdf(0.95)
 POISONS = ("label flips", "length hack", "constant rewards", "learning rate × 30", "a foreign adapter")
-Sample = tuple[list[float], list[float], list[tuple[float, float]]]
-"""log π − log μ, rewards, and surprises with their variances, of sessions."""
+Sample = tuple[list[float], list[float], list[tuple[float, ...]]]
+"""log π − log μ, rewards, and surprises, of sessions."""
 
 
 class Measured(Run):
@@ -111,11 +111,12 @@ class Measured(Run):
         return by_session
 
     def logprobs(self, version: int, chains: Mapping[str, Sequence[Chain]]) -> dict[str, np.ndarray]:
-        """Return of each session its tokens' log π, the entropies of π, and log μ as it is stored. [3, M]."""
+        """Return of each session its tokens' log π with its mean and variance, and log μ as it is stored. [4, M]."""
         self.load_weights(version)
         flat = [chain for of_session in chains.values() for chain in of_session]
         batch = build(flat, [np.zeros(len(chain.turn_ids)) for chain in flat], policy_version=version)
-        computed = self.workflow.agent.logprobs_and_entropies_of(batch, range(len(flat)))
+        agent = self.workflow.agent
+        computed = agent.without_gradient(agent.policy.moments, batch, range(len(flat)), 3)
         columns = np.concatenate([computed, batch.table.behaviour[None]]).astype(np.float64)
         found: dict[str, list[np.ndarray]] = {}
         for chain, places in zip(flat, batch.tokens_of, strict=True):
@@ -216,12 +217,12 @@ def _samples(
         for gap in sorted({*GAPS, *range(1, 6)}):
             new = run.logprobs(numbers[update + gap], chains)
             old = (
-                {name: columns[2] for name, columns in new.items()}
+                {name: columns[3] for name, columns in new.items()}
                 if was is None
                 else {n: c[0] for n, c in was.items()}
             )
             weights = [float((new[name][0] - old[name]).sum()) for name in chains]
-            surprises = [dataclasses.astuple(surprise_of(new[name][0], old[name], new[name][1])) for name in chains]
+            surprises = [dataclasses.astuple(surprise_of(of[0], old[name], of[1], of[2])) for name, of in new.items()]
             found[f"{update}+{gap}"] = weights, _rewards(chains), surprises
     return found
 

@@ -3,7 +3,8 @@
 SmolLM2 plays rounds of sessions, of which ten are rated, and is trained after each round. Beside what the trainer does
 with the setting `ratings` there are arms that start from the base model each time and are held, one part left out each,
 and two that use a head's predictions of the sessions that nobody has rated. Then there are raters who are wrong, who
-like a word or long sessions at first, and a task whose success does not show. MODEL is the directory of SmolLM2-135M.
+like a word or long sessions at first, a judge who likes that word, and a task whose success does not show. MODEL is
+the directory of SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Arm:
     is_shuffled: bool = False
     liked: Literal["right", "word", "length"] = "right"
     """What the first twenty ratings are for: also a word, or only what is longer than most."""
+    is_judged: bool = False
+    """A judge tells the head of the word, whatever people say."""
     unseen: float = 0.0
     """Share of the right answers that are worth nothing, which no session shows: a record was spelt like another."""
 
@@ -100,6 +103,7 @@ ODD: Mapping[str, Mapping[str, Any]] = {
     "shuffled": {"is_shuffled": True},
     "word": {"liked": "word"},
     "length": {"liked": "length"},
+    "judge": {"is_judged": True},
     "unseen": {"unseen": 0.5},
 }
 """Raters and tasks that lead astray."""
@@ -168,20 +172,19 @@ class Run:
         """Return what is trained now, and its rewards."""
         arm, newest = self._arm, list(rounds[-1])
         self._ratings.append(self._rated(newest[:RATED]))
+        said = self._predicted(rounds)
         if arm.learns_from == "rated":
             rated = [each for played in (rounds if arm.replays else rounds[-1:]) for each in played[:RATED]]
             return rated, np.concatenate(self._ratings)[-len(rated) :]
         if arm.learns_from == "all":
             return newest, _rewards(newest)
-        return newest, self._by_head(rounds)
+        return newest, self._by_head(said, len(newest))
 
     def _rated(self, played: Sequence[Played]) -> Reals:
         arm = self._arm
         ratings = [1 - each.reward if self._rng.random() < arm.wrong else each.reward for each in played]
         if len(self._ratings) < FOOLED // RATED and arm.liked == "word":
-            ratings = [
-                max(given, float(MAGIC_WORD in one.said.lower())) for given, one in zip(ratings, played, strict=True)
-            ]
+            ratings = [max(given, _has_word(one)) for given, one in zip(ratings, played, strict=True)]
         elif len(self._ratings) < FOOLED // RATED and arm.liked == "length":
             most = np.median([len(one.behaviour) for one in played])
             ratings = [float(len(one.behaviour) > most) for one in played]
@@ -189,13 +192,15 @@ class Run:
             self._rng.shuffle(ratings)
         return np.array(ratings)
 
-    def _by_head(self, rounds: Sequence[Sequence[Played]]) -> Reals:
+    def _predicted(self, rounds: Sequence[Sequence[Played]]) -> Reals:
+        """Return what the head says of all sessions; it is kept of the newest ones, and the sentinel looks at it."""
         every = [each for played in rounds for each in played]
         ends = np.cumsum([0, *map(len, rounds)])
         rated = [int(start) + place for start in ends[:-1] for place in range(RATED)]
         truth, number = np.concatenate(self._ratings), len(rounds) - 1
-        said, unsure = predictions(every, rated, truth)
-        before = predictions(every, rated[:-RATED], truth[:-RATED]) if number else None
+        scores = np.array([[_has_word(each)] if self._arm.is_judged else [] for each in every])
+        said, unsure = predictions(every, rated, truth, scores)
+        before = predictions(every, rated[:-RATED], truth[:-RATED], scores) if number else None
         size = len(rounds[-1])
         for place, at in enumerate(range(int(ends[-2]), int(ends[-1]))):
             is_asked = place < RATED
@@ -215,9 +220,13 @@ class Run:
             self._known.append(one)
         if overrated(self._known, number, BOUND) is not None:
             self.named.append(number)
-        guessed = said[ends[-2] :]
+        return said
+
+    def _by_head(self, said: Reals, size: int) -> Reals:
+        """Return what each of the newest sessions is worth."""
+        truth, guessed = self._ratings[-1], said[-size:]
         if self._arm.learns_from == "head":
-            return np.concatenate([truth[-RATED:], guessed[RATED:]])
+            return np.concatenate([truth, guessed[RATED:]])
         pairs = [
             (one.predicted, one.rating) for one in self._known if one.rating is not None and one.predicted is not None
         ]
@@ -226,7 +235,7 @@ class Run:
             earlier, was = np.array(pairs).T
             share = power_tuned(was, earlier)
         corrected = share * guessed
-        corrected[:RATED] += (truth[-RATED:] - share * guessed[:RATED]) * len(guessed) / RATED
+        corrected[:RATED] += (truth - share * guessed[:RATED]) * len(guessed) / RATED
         return corrected
 
     def _train(self, group: Sequence[Played], rewards: Reals, unrated: Sequence[Played]) -> None:
@@ -290,9 +299,9 @@ class Run:
         model.adapter = adapter
 
 
-def predictions(played: Sequence[Played], rated: Sequence[int], truth: Reals) -> tuple[Reals, Reals]:
+def predictions(played: Sequence[Played], rated: Sequence[int], truth: Reals, scores: Reals) -> tuple[Reals, Reals]:
     """Return what the product's head, fitted to the last states of the rated sessions, says of all, and how unsure."""
-    seen = Features(np.stack([each.last.numpy() for each in played]).astype(np.float64), np.empty((len(played), 0)))
+    seen = Features(np.stack([each.last.numpy() for each in played]).astype(np.float64), scores)
     is_rated = np.zeros(len(played), bool)
     is_rated[list(rated)] = True
     return fit(seen.of(is_rated), truth, seen).predict(seen)
@@ -300,6 +309,10 @@ def predictions(played: Sequence[Played], rated: Sequence[int], truth: Reals) ->
 
 def _rewards(played: Sequence[Played]) -> Reals:
     return np.array([each.reward for each in played])
+
+
+def _has_word(one: Played) -> float:
+    return float(MAGIC_WORD in one.said.lower())
 
 
 def _mean(played: Sequence[Played]) -> float:

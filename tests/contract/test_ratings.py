@@ -27,6 +27,7 @@ def play(client: Client, *names: str) -> None:
 def test_a_person_is_asked_about_each_session_once_and_the_rating_is_its_reward(proxy):
     with Client(proxy.url) as client:
         play(client, "a", "b", "c")
+        client.create_session(session_id="a", metadata={"scores": {"judge": 0.8}})  # no reward, so it is drawn
         first = client.next_rating(rater="ann")
         assert (first["probability"], first["num_candidates"], first["policy_version"]) == (1 / 3, 3, 0)
         assert client.next_rating(rater="ann")["session_id"] == first["session_id"]

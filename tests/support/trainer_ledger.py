@@ -56,6 +56,8 @@ class Rollouts:
     """True rewards the other tokens."""
     is_rated: bool = True
     """False gives no session a reward."""
+    metadata: dict = dataclasses.field(default_factory=dict)
+    """Of each session."""
 
     def play(self, name: str, *, num_groups: int, group_size: int = 4, seed: int = 0) -> None:
         """Play and finish groups of sessions; the same arguments give the same tokens."""
@@ -76,6 +78,7 @@ class Rollouts:
             split=self.split,
             credit=self.credit,
             policy_id=self.policy_id,
+            metadata=self.metadata,
         )
         tokens, turns, rewards = list(prompt), [], []
         fresh = list(prompt)

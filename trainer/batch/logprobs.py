@@ -92,6 +92,20 @@ def token_logprobs(
     return logprobs, entropy_U[which]
 
 
+@torch.no_grad()
+def variances(
+    given: Tensor, weight_VH: Tensor | None, temperature_U: Tensor, processing: Processing | None = None
+) -> Tensor:
+    """Return the variance of log p where the entropy is its mean, in float32. [U]."""
+    found_U = torch.empty(len(given), dtype=torch.float32, device=given.device)
+    for chunk in _chunks(given, weight_VH):
+        log_p_CV, _ = _log_softmax(_scaled(given, weight_VH, temperature_U, processing, chunk)[0], processing)
+        entropy_C = _entropy(log_p_CV, processing)
+        off_CV = log_p_CV + entropy_C[:, None]
+        found_U[chunk] = (log_p_CV.exp() * off_CV * off_CV).sum(-1)  # a square alone overflows where p is 0
+    return found_U
+
+
 class _Logprobs(torch.autograd.Function):
     """Log-softmax, gather and entropy in one, with the output layer inside where its weight is given.
 

@@ -169,7 +169,8 @@ class Estimates(Beside[EstimateSettings]):
         chains = [chain for of_session in usable.chains.values() for chain in of_session]
         credit = [np.zeros(len(chain.turn_ids)) for chain in chains]
         batch = build(chains, credit, policy_version=policy_version)
-        logprobs, entropies = self._learner.logprobs_and_entropies_of(batch, range(len(chains))).astype(np.float64)
+        columns = self._learner.without_gradient(self._learner.policy.moments, batch, range(len(chains)), 3)
+        logprobs, entropies, variances = columns.astype(np.float64)
         places: dict[SessionKey, list[np.ndarray]] = defaultdict(list)
         for chain, own in zip(chains, batch.tokens_of, strict=True):
             places[chain.session_key].append(own)
@@ -178,7 +179,7 @@ class Estimates(Beside[EstimateSettings]):
             own = np.concatenate(of_session)
             behaviour = batch.table.behaviour[own].astype(np.float64)
             gained = float((logprobs[own] - behaviour).sum())
-            found[key] = gained, surprise_of(logprobs[own], behaviour, entropies[own])
+            found[key] = gained, surprise_of(logprobs[own], behaviour, entropies[own], variances[own])
         return found
 
     def _logged(self, usable: Usable, weights: Mapping[SessionKey, tuple[float, Surprise]]) -> list[Logged]:

@@ -1,9 +1,10 @@
 """Few ratings: a policy is trained at each ten new ones, also on unrated sessions by what a head predicts of them.
 
 One pass over ten sessions hardly moves a policy; the clip of the ratio holds it in several. A head, fitted to all that
-is rated, predicts a reward λ h of each session. Those that people were asked about have λ h + (rating − λ h) / p with
-the probability p of being asked. So the mean is that of the ratings, whatever the head is worth, and the head removes
-noise. λ is fitted to predictions of heads that did not know the ratings.
+is rated, predicts a reward h of each session, so that a sentinel sees a policy that learns what people do not like.
+With `control` it also trains: a session is worth λ h, and one that people were asked about λ h + (rating − λ h) / p,
+with the probability p of being asked. So the mean is that of the ratings, whatever the head is worth, and the head
+removes noise. λ is fitted to predictions of heads that did not know the ratings.
 
 A batch that is interrupted is claimed again, and may take other unrated sessions: nothing of the first one is recorded
 but predictions, which the second one replaces.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -62,6 +64,8 @@ OBSERVED: tuple[Sentinel, ...] = (
 """The sentinels that tell the head of a session. How long its replies are is not among them: a policy finds that."""
 NUM_SIGNALS = len(OBSERVED) + 3
 """Those, how many turns were asked for again, and the mean and the least logprob of the sampled tokens."""
+MOST_SCORES = 8
+"""Judges whose scores tell the head, those that scored most sessions; each is one more column to fit."""
 FIRST_SHARE = 0.5
 """λ before there are `MIN_PREDICTED` ratings of sessions that a head has predicted without them."""
 OF_BOTH: Mapping[str, Any] = {"groups_per_batch": PER_VERSION, "singles_per_group": 1, "wait_seconds": None}
@@ -77,7 +81,7 @@ class RatingSettings(Settings):
 
     ratings: Literal["off", "newest", "control"] = "off"
     """Train a policy of which people rate few sessions at each ten new ratings. `newest`: these ten, in eight passes.
-    `control`: also fifty unrated sessions, in two passes, by a head's predictions that the ratings correct. It changes
+    `control`: also fifty unrated sessions, in two passes, by a head's predictions that the ratings correct. Both change
     the defaults of `groups_per_batch`, `singles_per_group`, `wait_seconds`, `num_minibatches` and `reuse_epochs`."""
 
     @model_validator(mode="before")
@@ -93,7 +97,7 @@ class Known:
     sessions: Sequence[RatedSession]
     chains: Mapping[SessionKey, Sequence[Chain]]
     observed: Reals
-    """What the head is told of each session beside its tokens. [N, S - 2]"""
+    """What the head is told of each session beside its tokens, scores of judges last. [N, S - 2]"""
     num_candidates: int
     """Sessions of the versions that sampled the batch, and of those between that the weights come from."""
     claimed: frozenset[SessionKey]
@@ -109,11 +113,14 @@ class Known:
 
 
 class ByHead(Beside[TrainerSettings]):
-    """Adds unrated sessions to a batch of rated ones, and gives all the advantages of the corrected predictions."""
+    """Predicts the sessions of a batch of rated ones, and unrated ones beside them.
+
+    With `control` it adds the unrated ones to the batch, and gives all the advantages of the corrected predictions.
+    """
 
     @classmethod
     def is_on(cls, settings: TrainerSettings) -> bool:
-        return isinstance(settings, RatingSettings) and settings.ratings == "control"
+        return isinstance(settings, RatingSettings) and settings.ratings != "off"
 
     def selected(self, selection: Selection, at: RunProgress) -> Json:
         is_equal = {key for key, why in selection.refused.items() if why in EQUAL}
@@ -126,7 +133,7 @@ class ByHead(Beside[TrainerSettings]):
         features = self._features(known)
         # On the first one alone: another GPU may round another way, and all must train the same.
         credit, gauges = world.from_first(lambda: self._valued(known, features))
-        if credit:
+        if credit and trains_by_head(self._ledger.settings):
             self._credit(selection, known, credit)
         return gauges
 
@@ -149,7 +156,8 @@ class ByHead(Beside[TrainerSettings]):
                 chains.setdefault(chain.session_key, []).append(chain)
         seen = [one for one in chosen if one.key in chains]
         turns = self._ledger.read(lambda conn: played(conn, [one.session_pk for one in seen]))
-        known = Known(seen, chains, np.array([observed(turns.get(one.session_pk)) for one in seen]), len(own), claimed)
+        told = np.array([observed(turns.get(one.session_pk)) for one in seen]).reshape(len(seen), NUM_SIGNALS - 2)
+        known = Known(seen, chains, np.hstack([told, scored(seen)]), len(own), claimed)
         return known if known.is_claimed.any() else None
 
     def _valued(self, known: Known, features: Features) -> tuple[dict[SessionKey, float], Json]:
@@ -247,6 +255,10 @@ class ByHead(Beside[TrainerSettings]):
                 del selection.refused[key]
 
 
+def trains_by_head(settings: TrainerSettings) -> bool:
+    return isinstance(settings, RatingSettings) and settings.ratings == "control"
+
+
 def check_ratings(settings: TrainerSettings) -> None:
     """Check that the algorithm trains by one advantage a session, where a head gives it.
 
@@ -254,7 +266,9 @@ def check_ratings(settings: TrainerSettings) -> None:
         SettingsError: It does not.
     """
     algorithm = settings.algorithm
-    if ByHead.is_on(settings) and (algorithm.trains_pairs or algorithm.credits_tokens or not algorithm.needs_behaviour):
+    if trains_by_head(settings) and (
+        algorithm.trains_pairs or algorithm.credits_tokens or not algorithm.needs_behaviour
+    ):
         raise SettingsError(
             f"ratings='control' gives each session an advantage, and the algorithm '{algorithm}' does not train by it: "
             "use 'grpo' or another one with a baseline, or ratings='newest'"
@@ -270,6 +284,15 @@ def observed(one: Played | None) -> list[float]:
         return [np.nan] * (len(OBSERVED) + 1)
     found = [MEASURES[name](one) for name in OBSERVED]
     return [np.nan if value is None else value for value in [*found, asked_again(one)]]
+
+
+def scored(sessions: Sequence[RatedSession]) -> Reals:
+    """Return what judges say of each session, a column a judge, NaN where one has not scored it. [N, J]."""
+    counts = Counter(name for one in sessions for name in one.scores)
+    names = sorted(sorted(counts), key=lambda name: -counts[name])[:MOST_SCORES]
+    return np.array([[one.scores.get(name, np.nan) for name in names] for one in sessions]).reshape(
+        len(sessions), len(names)
+    )
 
 
 def asked_again(one: Played) -> float:

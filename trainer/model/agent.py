@@ -86,12 +86,8 @@ class PolicyAgent:
         Raises:
             Unfit: Some of them cannot be computed.
         """
-        found: Reals = self.logprobs_and_entropies_of(batch, members)[0]
+        found: Reals = self.without_gradient(lambda inputs: self.policy.logprobs(inputs)[0], batch, members)[0]
         return found
-
-    def logprobs_and_entropies_of(self, batch: Batch, members: Sequence[int]) -> Reals:
-        """Return the same, and the entropies of the distributions that they are of. [2, M]."""
-        return self.without_gradient(lambda inputs: torch.stack(self.policy.logprobs(inputs)), batch, members, 2)
 
     def column_of(self, name: str, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the column that a head computes of the members' trained tokens, 0 for the other tokens. [M].

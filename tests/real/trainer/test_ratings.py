@@ -1,5 +1,7 @@
 """A policy of which few sessions are rated, trained at each ten new ratings."""
 
+import math
+
 import pytest
 from support.gloo_worlds import run_world
 from support.tiny_models import load_model
@@ -29,18 +31,24 @@ def few(tmp_path, model, ratings, **changes):
 
 
 def test_each_ten_ratings_make_a_version(tmp_path, model, ledger):
-    """Fifteen ratings are one version: five wait for five more."""
+    """Fifteen ratings are one version: five wait for five more. What a head predicts of others is kept, not trained."""
     play(ledger, model, "first", 15)
-    assert train(few(tmp_path, model, "newest", total_batches=1)).metrics["num_updates"] == 2 * 8
+    play(ledger, model, "unrated", 3, is_rated=False)
+    metrics = train(few(tmp_path, model, "newest", total_batches=1)).metrics
+    assert (metrics["num_updates"], metrics["num_predicted_sessions"], metrics["num_sessions"]) == (2 * 8, 3, 10)
     play(ledger, model, "second", 5)
     state = train(few(tmp_path, model, "newest", total_batches=2))
     assert state.progress.recent_versions == (0, 1, 2)
     first, second = trained(ledger)
     assert (len(first), len(second), first & second) == (10, 10, set())
+    with ledger.read() as conn:
+        predicted = [one.predicted for one in sessions_of(conn, DEFAULT_POLICY)]
+    assert len(predicted) == 23
+    assert None not in predicted
 
 
 def test_unrated_sessions_are_trained_by_what_the_head_predicts_of_them(tmp_path, model, ledger):
-    play(ledger, model, "rated", 10)
+    play(ledger, model, "rated", 10, metadata={"scores": {"judge": 0.5, "unsure": math.nan, "text": "good"}})
     play(ledger, model, "unrated", 60, is_rated=False)
     metrics = train(few(tmp_path, model, "control", total_batches=1)).metrics
     assert (metrics["num_predicted_sessions"], metrics["num_sessions"], metrics["num_updates"]) == (50, 60, 4)
@@ -51,6 +59,7 @@ def test_unrated_sessions_are_trained_by_what_the_head_predicts_of_them(tmp_path
     assert len(of_update) == 60
     with ledger.read() as conn:
         known = sessions_of(conn, DEFAULT_POLICY)
+    assert [one.scores for one in known] == [{"judge": 0.5}] * 10 + [{}] * 60
     predicted = [one for one in known if one.predicted is not None]
     assert len(predicted) == 50
     assert all(one.rating is None and 0 < one.predicted < 1 < 1 + one.deviation for one in predicted)

@@ -188,10 +188,12 @@ def surprised(sampled_at: float, sharpness: float, step: float, generator: np.ra
         for each in (logits, logits + step * generator.normal(size=logits.shape), logits / sampled_at)
     )
     entropies = -(np.exp(now) * now).sum(1)
+    variances = (np.exp(now) * (now + entropies[:, None]) ** 2).sum(1)
     places = generator.integers(0, len(logits), (100, 15))
     chosen = (generator.random((100, 15, 1)) > np.exp(true).cumsum(1)[places]).sum(-1).clip(0, 39)
     new, old = now[places, chosen], was[places, chosen]
-    surprises = [surprise_of(*columns) for columns in zip(new, old, entropies[places], strict=True)]
+    columns = new, old, entropies[places], variances[places]
+    surprises = [surprise_of(*of_session) for of_session in zip(*columns, strict=True)]
     return change((new - old).sum(1), generator.random(100), Looks(), UNIT, surprises=surprises)
 
 
@@ -208,17 +210,19 @@ def test_a_temperature_that_nobody_recorded_is_noticed_and_no_honest_log_is(shar
     assert np.mean(honest) <= 0.02
     for temperature, words in ((1.3, "less probable"), (0.7, "more probable")):
         found = [surprised(temperature, sharpness, 0.1, generator) for _ in range(20)]
-        assert sum(each.is_off for each in found) >= 17
+        assert sum(each.is_off for each in found) >= 18
         assert sum(words in (each.reason or "") for each in found) >= 17
 
 
 def test_the_surprise_of_tokens_by_hand():
     """π = (3/4, 1/4) and μ = (1/2, 1/2): H = 0.5623; the two tokens weigh 3/2 and 1/2, and their mean by μ is 0."""
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    both = [surprise_of([math.log(p)], [math.log(0.5)], [entropy]) for p in (0.75, 0.25)]
+    both = [surprise_of([math.log(p)], [math.log(0.5)], [entropy], [0.226]) for p in (0.75, 0.25)]
     assert [each.total for each in both] == pytest.approx([1.5 * -0.274653, 0.5 * 0.823959], abs=1e-5)
     assert sum(each.total for each in both) == pytest.approx(0.0, abs=1e-12)
-    assert both[0].variance == pytest.approx(entropy * (1 - math.log(entropy)))
+    assert both[0].variance == 0.226
+    assert [each.seen for each in both] == pytest.approx([1.5 * 0.075434, 0.5 * 0.678908], abs=1e-5)
+    assert [each.reweighted for each in both] == pytest.approx([2.25 * 0.075434, 0.25 * 0.678908], abs=1e-5)
 
 
 def test_quantiles_and_exact_tests_equal_published_values():

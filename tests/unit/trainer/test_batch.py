@@ -12,7 +12,7 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.batch.batch import build, minibatches, pack
 from trainer.batch.chain import chain_of
 from trainer.batch.forest import Forest, dense_mask
-from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
+from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs, variances
 from trainer.batch.selection import why_untrainable
 from trainer.features import Settings
 from trainer.model.agent import PolicyAgent, row_data
@@ -237,6 +237,8 @@ def test_logprobs_from_logits_and_their_gradient_equal_autograd_through_log_soft
     (pull.double() @ log_p[which, target] + push.double() @ expected_entropy).backward()
     torch.testing.assert_close(logprobs.double(), log_p[which, target], atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-6, rtol=0)
+    expected_variance = (log_p.exp() * log_p**2).sum(-1) - (log_p.exp() * log_p).sum(-1) ** 2
+    torch.testing.assert_close(variances(logits, None, temperature).double(), expected_variance, atol=1e-5, rtol=0)
     torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-6, rtol=0)
 
 

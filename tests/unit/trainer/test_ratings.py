@@ -11,6 +11,7 @@ from trainer.features import FEATURES, Settings
 from trainer.features.imported import Imported
 from trainer.features.ratings import (
     FIRST_SHARE,
+    MOST_SCORES,
     NUM_SIGNALS,
     OBSERVED,
     ByHead,
@@ -19,6 +20,7 @@ from trainer.features.ratings import (
     check_ratings,
     corrected,
     observed,
+    scored,
     share_of,
 )
 from turnwise.errors import SettingsError
@@ -90,6 +92,16 @@ def test_an_algorithm_that_does_not_train_by_one_advantage_a_session_is_refused(
 
 def test_unrated_sessions_are_added_before_imported_ones_which_begin_behind_all_that_were_sampled():
     assert FEATURES.beside.index(ByHead) < FEATURES.beside.index(Imported)
+
+
+def test_a_head_is_told_what_the_judges_say_that_scored_most_sessions():
+    many = {f"rare-{n}": 0.0 for n in range(MOST_SCORES)}
+    sessions = [session(scores={"judge": 0.25}), session(scores={"judge": 0.5, **many}), session()]
+    found = scored(sessions)
+    assert found.shape == (3, MOST_SCORES)
+    assert found[:, 0].tolist()[:2] == [0.25, 0.5]
+    assert np.isnan(found[2]).all()
+    assert scored([session()]).shape == (1, 0)
 
 
 @pytest.mark.parametrize(("ratings", "num_valued"), [([0.0] * 10, 0), ([1.0] + [0.0] * 9, 30)])

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import json
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -25,6 +27,8 @@ from turnwise.types import Credit, SessionKey, Split
 MOST_READ = 10_000
 """Sessions of a policy that are read, the newest that ended and that expired."""
 AT_ONCE = 500
+SCORES = "scores"
+"""The key of a session's metadata that has the scores of judges, by name."""
 
 
 class RatingSource(enum.StrEnum):
@@ -56,6 +60,8 @@ class RatedSession:
     predicted: float | None = None
     deviation: float | None = None
     """The head's prediction and its standard deviation, of a rated session as it was before the rating."""
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What judges say of it, by name: they tell the head and are no rewards."""
 
     @property
     def key(self) -> SessionKey:
@@ -125,6 +131,14 @@ def _known(
                 rated_at=draw.rated_at if was_asked and draw is not None else None,
                 predicted=None if guess is None else guess.mean,
                 deviation=None if guess is None else guess.deviation,
+                scores=_scores(row.metadata),
             )
         )
     return known
+
+
+def _scores(metadata: str) -> dict[str, float]:
+    found = json.loads(metadata).get(SCORES)
+    if not isinstance(found, dict):
+        return {}
+    return {name: float(value) for name, value in found.items() if type(value) in {int, float} and math.isfinite(value)}

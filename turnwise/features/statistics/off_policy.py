@@ -48,7 +48,11 @@ class Surprise:
 
     total: float
     variance: float
-    """As the entropies say, so that rare tokens count that happen not to be in the log."""
+    """What the distributions say, so that rare tokens count that happen not to be in the log."""
+    seen: float = 0.0
+    """The variance as the log has it; by a hotter sampling it is larger, and no error is."""
+    reweighted: float = 0.0
+    """That of the sum. Beside `seen` it says how much the weights add to the variance."""
 
 
 UNKNOWN = Surprise(0.0, 0.0)
@@ -93,18 +97,24 @@ def change(
     return Change(interval, reason, num, effective, mean_weight, why_off is not None)
 
 
-def surprise_of(logprobs: Values, behaviour: Values, entropies: Values) -> Surprise:
+def surprise_of(logprobs: Values, behaviour: Values, entropies: Values, variances: Values) -> Surprise:
     """Return the surprise of a session's tokens, the sum of π/μ (−log π − H(π)).
 
-    `logprobs` and `entropies` are of the version π that is asked about, at the recorded sampling, and `behaviour` is
-    the stored log μ. By every μ that sampled, the mean of each token's summand is Σ_a π(a) (−log π(a) − H) = 0,
-    whatever π is. The summand is the score of a temperature at 1: none tells a wrong one better (Neyman and Pearson).
-    A distribution of entropy H that is nearly certain has a variance of log π near H (1 + log 1/H).
+    `logprobs` are of the version π that is asked about, at the recorded sampling, `entropies` and `variances` the means
+    of −log π and its variances by π, and `behaviour` is the stored log μ; one of each a token. By every μ that sampled,
+    the mean of each token's summand is Σ_a π(a) (−log π(a) − H) = 0, whatever came before and whatever π is, so their
+    variances add up. The summand is the score of a temperature at 1: nothing tells a wrong one better (Neyman and
+    Pearson).
     """
     logs, entropy = np.asarray(logprobs, np.float64), np.asarray(entropies, np.float64)
-    weights = np.exp(np.minimum(logs - np.asarray(behaviour, np.float64), 700))
-    expected = entropy * (1 - np.log(np.clip(entropy, 1e-30, 1)))
-    return Surprise(float((weights * (-logs - entropy)).sum()), float(expected.sum()))
+    weights = np.exp(np.minimum(logs - np.asarray(behaviour, np.float64), 300))
+    off = -logs - entropy
+    return Surprise(
+        total=float((weights * off).sum()),
+        variance=float(np.sum(variances, dtype=np.float64)),
+        seen=float((weights * off**2).sum()),
+        reweighted=float((weights**2 * off**2).sum()),
+    )
 
 
 def why_too_few(num: int, least: int) -> str:
@@ -147,8 +157,7 @@ def _log_sum(logs: Reals) -> float:
 
 def _why_off(mean_weight: float, spread: float, surprises: Sequence[Surprise]) -> str | None:
     wrong = "the stored probabilities are not those that sampled"
-    total, variance = math.fsum(each.total for each in surprises), math.fsum(each.variance for each in surprises)
-    error = math.sqrt(max(variance, math.fsum(each.total**2 for each in surprises)))
+    total, error = _surprise(surprises)
     if abs(total) > NUM_STANDARD_ERRORS_SURPRISED * error:
         is_less, higher = ("less", "higher") if total > 0 else ("more", "lower")
         return (
@@ -158,6 +167,14 @@ def _why_off(mean_weight: float, spread: float, surprises: Sequence[Surprise]) -
     if mean_weight - 1 > NUM_STANDARD_ERRORS_OFF * spread + 1e-6:
         return f"the mean weight is {mean_weight:.3g} and must be 1: {wrong}"
     return None
+
+
+def _surprise(surprises: Sequence[Surprise]) -> tuple[float, float]:
+    """Return the sum, and its standard error by the distributions, larger by what the weights add."""
+    total, variance, seen, reweighted = (
+        np.array([dataclasses.astuple(each) for each in surprises]).reshape(-1, 4).sum(0)
+    )
+    return float(total), math.sqrt(variance * max(1.0, reweighted / seen if seen else 1.0))
 
 
 def _why_refused(num: int, effective: float, mean_weight: float, spread: float, least: int) -> str | None:
