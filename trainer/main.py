@@ -19,7 +19,6 @@ import torch
 import turnwise.features  # noqa: F401  the store calls them from here on
 from trainer.algorithms.trial import try_algorithm
 from trainer.features import FEATURES
-from trainer.features.devices import leave_world
 from trainer.features.policies import Policies, PolicyNames
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
@@ -46,7 +45,7 @@ def run(settings: TrainerSettings) -> int:
         with contextlib.closing(trained), _stopped_by_signals(trained):
             trained.learn()
     finally:
-        leave_world()
+        FEATURES.leave()
     for number, state in trained.states.items():
         progress = state.progress
         log.info(

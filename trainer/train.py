@@ -66,6 +66,8 @@ class Features:
     agent: type[PolicyAgent] = PolicyAgent
     place: Callable[[TrainerSettings], Whole] = lambda _: Whole()
     """Returns where the weights of a model are held."""
+    leave: Callable[[], None] = lambda: None
+    """Leaves what `place` has joined, at the end of the process."""
 
 
 class Training:

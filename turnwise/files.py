@@ -81,22 +81,6 @@ def write_whole(path: Path, text: str) -> None:
         staged.write_text(text, encoding="utf-8")
 
 
-def write_once(path: Path, text: str, mode: int) -> None:
-    """Write a file atomically and durably, with its permissions; leave an existing one as it is."""
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.chmod(mode)
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(staged)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
 def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) -> None:
     """Append lines without line ends, after the end of a last line that was cut.
 

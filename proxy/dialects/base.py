@@ -55,10 +55,6 @@ def event(data: bytes) -> bytes:
 END = event(DONE)
 
 
-def named_event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **data}))
-
-
 class Verbatim:
     """Writes the engine's own events."""
 
@@ -135,7 +131,7 @@ class Call:
     images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The files that its messages name, by their digests."""
     media: Any = None
-    """What takes care of its content that is not text, a `proxy.sessions.place.CallMedia`; None of a call of text."""
+    """What brings its content that is not text to the engine (`proxy.features.images.MediaOfCall`), or None."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import math
 import time
@@ -301,7 +300,7 @@ class EnginePool:
                     break
                 await self._changed.wait()
             if lane.adapter is not None:
-                lane = await self._loaded(lane)
+                lane = await self.loaded(lane)
         except BaseException:
             self._in_flight -= 1
             raise
@@ -309,17 +308,12 @@ class EnginePool:
         lane.engine.num_started += 1
         return lane
 
-    async def served_lane(self, session: Session) -> Lane:
-        """Return what most sessions of the session's policy sample with.
+    async def loaded(self, lane: Lane) -> Lane:
+        """Return the lane of an adapter once its engine has it.
 
         Raises:
             ReloadFailed: the engine did not load the adapter.
-            EngineUnavailable: no engine serves.
         """
-        return await self._loaded(self.lane(dataclasses.replace(session, arm=None)))
-
-    async def _loaded(self, lane: Lane) -> Lane:
-        """Return the lane of an adapter once its engine has it."""
         if lane.adapter is None:
             return lane
         if lane.version in lane.engine.adapters:
@@ -334,7 +328,7 @@ class EnginePool:
             ReloadFailed: the engine did not load it.
         """
         lane.engine.adapters.pop(lane.version, None)
-        lane.adapter = (await self._loaded(lane)).adapter
+        lane.adapter = (await self.loaded(lane)).adapter
         lane.engine.adapters[lane.version] = lane  # which counts the calls that run
 
     def release(self, lane: Lane) -> None:

@@ -27,7 +27,7 @@ from proxy.calls.steps import CallStep
 from proxy.dialects.base import SENT, Call, Captured
 from proxy.sessions.conversation import TEXT_PARTS
 from proxy.sessions.forest import KnownTurn, encoded, ids_as_text
-from proxy.sessions.place import CallMedia, CallPlace
+from proxy.sessions.place import CallPlace
 from turnwise.engine_plugin.features.images import FIELD, RERENDERED
 from turnwise.errors import InvalidRequest, TooLarge
 from turnwise.features.images import IMAGES, Media, pack_images
@@ -185,7 +185,7 @@ class Images(CallStep):
         return digest, Media(media_type, content), is_fetched
 
 
-class MediaOfCall(CallMedia):
+class MediaOfCall:
     """The images of a call by their digests, and whether it has content of another kind, which is never trained."""
 
     def __init__(self, images: dict[str, Media], without_plugin: set[str], *, has_other: bool) -> None:
@@ -201,12 +201,14 @@ class MediaOfCall(CallMedia):
         """How many of them the turn has that the call extends."""
 
     def why_not_extended(self, call: Call, path: Sequence[KnownTurn]) -> str | None:
+        """Return why a call cannot extend a turn; `path` has the turn and then its ancestors, newest first."""
         if self._has_other:
             return "media"
         shown = image_digests(call.messages[: path[0].num_messages]) if self.images else []
         return None if len(_ranges(path)) == len(shown) else "image_places_unknown"
 
     def sent(self, call: Call, place: CallPlace, url: str) -> None:
+        """Take the call just before the engine with this URL gets it; it may start a chain."""
         self._url = url
         if self.images:
             call.hides[IMAGES] = PLACED
@@ -214,6 +216,7 @@ class MediaOfCall(CallMedia):
                 place.start_chain("engine_without_plugin")
 
     def why_refused(self, refusal: bytes) -> str | None:
+        """Return the reason of a new chain, where the engine's refusal says that it does not take the prompt."""
         return RERENDERED if RERENDERED.encode() in refusal else None
 
     def request(self, call: Call, place: CallPlace) -> Json | None:
@@ -266,6 +269,7 @@ class MediaOfCall(CallMedia):
         return None if self._placed is not None or not self.images else "image_places_unknown"
 
     def keep_with(self, turn: NewTurn, *, is_first: bool = True) -> None:
+        """Let a turn of the call keep what belongs to its messages; the first one also what is stored once a call."""
         added = (self._placed or [])[self._num_old if turn.parent_turn_id is not None else 0 :]
         if added:
             turn.parts[IMAGES] = pack_images(added)

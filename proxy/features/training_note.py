@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from proxy.services import Beside, Services
 from turnwise import sampling
-from turnwise.store import groups, samplings
+from turnwise.features.training_note import progress_of
+from turnwise.features.untrained import newest_samplings
 from turnwise.store.database import Connection
 from turnwise.types import GroupStatus, Json, Session, Split
 
@@ -36,13 +37,13 @@ def training_note(conn: Connection, session: Session) -> str:
         return "A session of split `eval` is not trained."
     if not session.train:
         return "The session is marked `train = false` and is not trained."
-    left_out = sampling.count_not_trained(samplings.newest_samplings(conn, session.tenant, session.session_id))
+    left_out = sampling.count_not_trained(newest_samplings(conn, session.tenant, session.session_id))
     return _waits_for(conn, session) + ("" if left_out is None else f" {left_out} {sampling.ADVICE}")
 
 
 def _waits_for(conn: Connection, session: Session) -> str:
     missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
-    group = groups.progress_of(conn, session)
+    group = progress_of(conn, session)
     if group is None:
         return "It was deleted."
     if group.group_size == 1:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from proxy.services import Beside
 from turnwise.chains import is_trainable
 from turnwise.errors import TurnwiseError
+from turnwise.features.untrained import newest_samplings
 from turnwise.sampling import ADVICE, count_not_trained, left_out_by, why_not_trained
-from turnwise.store import samplings
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -33,7 +33,7 @@ class Untrained(Beside):
     async def run(self) -> None:
         while True:
             try:
-                newest = await self._database.fetch(samplings.newest_samplings, None)
+                newest = await self._database.fetch(newest_samplings, None)
             except TurnwiseError as error:
                 self._metrics.background_errors.labels("sweep").inc()
                 log.warning("could not read how calls are sampled, will retry: %s", error)

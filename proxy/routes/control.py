@@ -28,8 +28,7 @@ from proxy.settings import ProxySettings
 from turnwise.errors import NotFound
 from turnwise.json_text import dumps, loads
 from turnwise.parts import turn_fields
-from turnwise.store import extensions, keys, policies, selection
-from turnwise.store import schema as stored_schema
+from turnwise.store import extensions, keys, selection
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
 from turnwise.types import MAX_REWARD, Json, Policy, PolicyVersion, Reward, Session, Turn, UpdateRecord
@@ -97,11 +96,7 @@ async def is_operator(services: Services, principal: Principal) -> bool:
     if (owner := services.settings.policy_tenant) is not None:
         return owner == principal.tenant
 
-    def tenants(connection: Connection) -> set[str]:
-        named = {each.tenant for each in policies.list_policies(connection)}
-        return (keys.tenants_with_keys(connection) | named) - {stored_schema.NO_TENANT}
-
-    return principal.tenant == DEFAULT_TENANT or await services.database.fetch(tenants) <= {principal.tenant}
+    return principal.tenant == DEFAULT_TENANT or await services.database.fetch(keys.tenants) <= {principal.tenant}
 
 
 def _check_own_session(connection: Connection, principal: Principal, session_id: str) -> None:

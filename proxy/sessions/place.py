@@ -9,7 +9,6 @@ new chain. If its conversation contains replies, its place names the reason.
 
 from __future__ import annotations
 
-import abc
 import collections
 import dataclasses
 import functools
@@ -17,12 +16,12 @@ import itertools
 import math
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from proxy.auth import Principal
-from proxy.dialects.base import Call, Captured, template_arguments
+from proxy.dialects.base import Call, template_arguments
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.sessions.conversation import (
@@ -44,7 +43,7 @@ from turnwise.errors import Conflict
 from turnwise.sampling import NUMBERS, with_numbers
 from turnwise.store import conversations
 from turnwise.store.database import Database
-from turnwise.types import Json, Session, SessionStatus, Split, TokenIds
+from turnwise.types import Session, SessionStatus, Split, TokenIds
 
 RENDERED_HERE = 4 * 2**10
 """Bytes of messages that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
@@ -79,38 +78,6 @@ class CallPlace:
     def start_chain(self, reason: str) -> None:
         """Let the call extend no turn, because the engine does not take the prompt that extends it."""
         self.parent, self.prompt, self.between, self.reason = None, None, NO_IDS, reason
-
-
-class CallMedia(abc.ABC):
-    """The content of a call that is not text: a feature brings it to the engine, and finds it in the reply."""
-
-    @abc.abstractmethod
-    def why_not_extended(self, call: Call, path: Sequence[KnownTurn]) -> str | None:
-        """Return why a call cannot extend a turn; `path` has the turn and then its ancestors, newest first."""
-
-    @abc.abstractmethod
-    def sent(self, call: Call, place: CallPlace, url: str) -> None:
-        """Take the call just before the engine with this URL gets it; it may start a chain."""
-
-    @abc.abstractmethod
-    def request(self, call: Call, place: CallPlace) -> Json | None:
-        """Return the request fields that name the prompt; None where the call goes to the engine as one of text."""
-
-    @abc.abstractmethod
-    def messages(self, call: Call) -> Any:
-        """Return the messages for the engine, for JSON."""
-
-    @abc.abstractmethod
-    def why_refused(self, refusal: bytes) -> str | None:
-        """Return the reason of a new chain, where the engine's refusal says that it does not take the prompt."""
-
-    @abc.abstractmethod
-    def find(self, call: Call, place: CallPlace, captured: Captured) -> str | None:
-        """Find the content in the prompt that the reply was sampled after; return why the call cannot be trained."""
-
-    @abc.abstractmethod
-    def keep_with(self, turn: NewTurn, *, is_first: bool = True) -> None:
-        """Let a turn of the call keep what belongs to its messages; the first one also what is stored once a call."""
 
 
 Caller: TypeAlias = tuple[str, str, int]

@@ -128,11 +128,6 @@ class ChatTemplate:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def until_end(self, sampled: str) -> str:
-        """Return a reply up to the last end of a turn in it; all of it without one."""
-        ends = [sampled.rfind(end) + len(end) for end in self.ends.values() if end in sampled]
-        return sampled[: max(ends, default=len(sampled))]
-
     @functools.cached_property
     def longest_tokens(self) -> LongestTokens:
         return LongestTokens.of(self.tokenizer.get_vocab())

@@ -259,6 +259,6 @@ def test_up_in_a_bare_environment_names_all_extras_at_once(monkeypatch):
 
     monkeypatch.setattr("turnwise.commands.cli.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("turnwise.commands.cli.missing_from", lambda extra: [extra])
-    monkeypatch.setattr("turnwise.commands.place.check_none_runs", lambda: lacks("sqlalchemy"))
+    monkeypatch.setattr("turnwise.commands.up.check_none_runs", lambda: lacks("sqlalchemy"))
     result = invoke("up", "--model", "owner/name")
     assert (result.exit_code, install_command("store", "proxy", "trainer", "engine-cpu") in result.stderr) == (2, True)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from support.commands import invoke
 
+from proxy.features.tracing.observers import AccessLog
 from turnwise.exchange.parquet import write_rows
+from turnwise.features import copying
 from turnwise.files import append_lines, write_whole
 from turnwise.processes import limited
 from turnwise.settings import is_readable_by_others, load_settings
 from turnwise.store.database import Database, readable_files
-from turnwise.telemetry.logs import AccessLog
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def others(path: Path) -> list[Path]:
 def test_a_database_its_log_and_its_backup_are_the_owners_alone(tmp_path):
     with contextlib.closing(Database(f"sqlite:///{tmp_path}/own.db")) as database:
         database.upgrade()
-        database.backup(tmp_path / "backup.db")
+        copying.back_up(database, tmp_path / "backup.db")
         assert {file.name for file in tmp_path.iterdir()} >= {"own.db", "own.db-wal", "own.db-shm", "backup.db"}
         assert others(tmp_path) == []
 

@@ -19,9 +19,9 @@ from support.commands import invoke
 from trainer.features import Settings
 from turnwise.commands import place as location
 from turnwise.commands import preflight
-from turnwise.commands.place import RunningStack, announced, at_running_proxy, find_running_stack
+from turnwise.commands.place import RunningStack, at_running_proxy, find_running_stack
 from turnwise.commands.preflight import check_database_model
-from turnwise.commands.up import _takes_adapter
+from turnwise.commands.up import _takes_adapter, announced, make_key
 from turnwise.default_models import pretrained
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
@@ -254,11 +254,11 @@ def test_run_and_reward_use_the_proxy_of_the_running_up_unless_they_name_one():
 def test_up_makes_one_key_for_the_databases_of_its_directory(tmp_path):
     """Readable to its owner alone. What is no key, or is revoked, is replaced; another's key is never taken."""
     first, second = (f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second"))
-    key = location.make_key(first)
+    key = make_key(first)
     assert location.KEY_FILE.read_text() == f"{key}\n"
     assert location.KEY_FILE.stat().st_mode & 0o777 == 0o600
     location.KEY_FILE.chmod(0o644)
-    assert location.make_key(first) == location.make_key(second) == key
+    assert make_key(first) == make_key(second) == key
     assert location.KEY_FILE.stat().st_mode & 0o777 == 0o600
     for database in (first, second):
         listed = json.loads(invoke("keys", "list", "--database", database, "--json").output)
@@ -266,18 +266,18 @@ def test_up_makes_one_key_for_the_databases_of_its_directory(tmp_path):
             ("default", "admin", "turnwise up")
         ]
     invoke("keys", "revoke", listed[0]["key_id"], "--database", second)
-    fresh = location.make_key(second)
+    fresh = make_key(second)
     assert fresh != key
     location.KEY_FILE.write_text("no key\n")
-    assert location.make_key(first) not in (key, fresh, "no key")
+    assert make_key(first) not in (key, fresh, "no key")
     agents = json.loads(invoke("keys", "create", "--database", first, "--json").output)["key"]
     location.KEY_FILE.write_text(agents)
-    assert location.make_key(first) != agents
+    assert make_key(first) != agents
     location.KEY_FILE.unlink()
 
 
 def test_the_key_of_up_goes_to_its_own_proxy_alone(tmp_path):
-    location.make_key(f"sqlite:///{tmp_path}/turnwise.db")
+    make_key(f"sqlite:///{tmp_path}/turnwise.db")
     key = location.stored_key()
     assert at_running_proxy(RunSettings()).api_key is None  # nothing runs here
     with announced(RUNNING):
@@ -401,7 +401,7 @@ def test_the_database_of_the_settings_file_is_used_while_nothing_runs():
 
 def test_a_second_up_in_the_same_directory_is_refused(model):
     code = (
-        "import sys; from turnwise.commands.place import *\n"
+        "import sys; from turnwise.commands.up import *\n"
         "with announced(RunningStack(1, 'sqlite:///x.db', 'http://a', [])): print('ready', flush=True); input()"
     )
     with subprocess.Popen(

@@ -41,7 +41,9 @@ from turnwise.features import (
     sentinels,
     stalled,
     summaries,
+    training_note,
     transfers,
+    untrained,
 )
 from turnwise.features.advantages import with_advantages
 from turnwise.features.consent import ConsentMark, ConsentOf
@@ -70,7 +72,6 @@ from turnwise.store import (
     leases,
     rewards,
     rows,
-    samplings,
     schema,
     selection,
     serving,
@@ -267,7 +268,7 @@ def _regroup(conn: sa.Connection) -> None:
     sessions.change_session(conn, changed, {"group_id"})
     sessions.change_session(conn, changed, {"group_size"})
     sessions.change_session(conn, changed, {"group_size"})
-    groups.progress_of(conn, changed)
+    training_note.progress_of(conn, changed)
     for session_id in ("first", "last"):
         sessions.create_session(conn, _session(session_id, group_id="h"))
     sessions.end_session(conn, "t", "first", reward=Reward(session_id="first", tenant="t", value=1.0))
@@ -455,9 +456,9 @@ OF_TENANT: dict[str, Ask] = {
     "last updates of sessions": lambda c: updates.last_updates(c, "t", ["s"]),
     "versions of an evaluation": lambda c: evaluation.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
     "imported sessions": lambda c: records.imported_digests(c, "t", ["s"]),
-    "what a session waits for": lambda c: groups.progress_of(c, _session("member", group_id="g")),
-    "how a session's calls are sampled": lambda c: samplings.newest_samplings(c, "t", "s"),
-    "how a tenant's calls are sampled": lambda c: samplings.newest_samplings(c, "t"),
+    "what a session waits for": lambda c: training_note.progress_of(c, _session("member", group_id="g")),
+    "how a session's calls are sampled": lambda c: untrained.newest_samplings(c, "t", "s"),
+    "how a tenant's calls are sampled": lambda c: untrained.newest_samplings(c, "t"),
     "what a tenant's versions earned": lambda c: earned_by_version(c, "t"),
     "what of a tenant was trained": lambda c: updates.trained_shares(c, "t"),
     "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
@@ -542,7 +543,7 @@ OF_ALL: dict[str, Ask] = {
     "what of all was trained": updates.trained_shares,
     "what the doctor says": lambda c: [list(each(c, "t")) for each in extensions.findings],
     "what is known of a policy's sessions": _rated,
-    "how all calls are sampled": lambda c: samplings.newest_samplings(c, None),
+    "how all calls are sampled": lambda c: untrained.newest_samplings(c, None),
     "labelled sessions of all tenants": lambda c: sessions.list_sessions(c, SessionFilter(label="golden")),
     "the newest eval sessions": lambda c: sessions.list_sessions(c, SessionFilter(split=Split.EVAL), limit=10),
     "the regression set": lambda c: gate.regression_set(c, 4, ["golden"], roles=set(Role)),
@@ -609,7 +610,7 @@ OF_ALL: dict[str, Ask] = {
     ),
     "all keys": lambda c: (
         keys.any_keys(c),
-        keys.tenants_with_keys(c),
+        keys.tenants(c),
         keys.list_keys(c),
         keys.server_secret(c),
         keys.database_id(c),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
-from turnwise.telemetry.logs import MAX_WAITING_LINES, AccessLog
+from proxy.features.tracing.observers import AccessLog
+from turnwise.telemetry.logs import MAX_WAITING_LINES
 
 LINE = {"path": "/" + "x" * 1_000}
 

@@ -1,4 +1,4 @@
-"""Policy gradients: what all share (ratio, clip, KL), and GRPO, Dr. GRPO and GDPO.
+"""Policy gradients: what all share (ratio, clip, KL), and GRPO.
 
 `PolicyGradient` chooses the groups that are trained, compares single sessions, and adds weights, entropy and KL. A
 subclass gives `policy_loss`, and `advantages` where a group is not compared by GRPO's rule.
@@ -7,8 +7,8 @@ subclass gives `policy_loss`, and `advantages` where a group is not compared by 
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,17 +19,13 @@ from trainer.algorithms.algorithm import Group, Weighed, needed
 from trainer.batch.advantages import (
     PastValues,
     SingleValue,
-    bucket_for,
     by_bucket,
     compared,
     groups_of,
-    named_values,
     past_values,
     single_values,
     uniform_groups,
-    whiten,
 )
-from trainer.batch.batch import Aggregation
 from trainer.batch.ratios import (
     ImportanceRule,
     TrainedTokens,
@@ -41,8 +37,6 @@ from trainer.batch.ratios import (
 )
 from trainer.batch.selection import Selection, check_advantages, without_advantage
 from turnwise.credit import Floats, normalised
-from turnwise.settings import FromJson
-from turnwise.types import SessionKey
 
 DUAL_CLIP = 3.0
 """Bound of the ratio where the advantage is negative, as in Ye et al. 2020 (arXiv:1912.09729)."""
@@ -160,72 +154,6 @@ class GRPO(PolicyGradient):
         settings = self.settings
         cut = cut_off(ratio(tokens), tokens.advantages, settings.clip_low, settings.clip_high)
         return {"clip_fraction": cut}
-
-
-class DrGRPO(GRPO):
-    """Dr. GRPO: x_i − mean; a std favours easy and hard tasks. Liu et al. 2025 (arXiv:2503.20783), section 3.1."""
-
-    name = "dr_grpo"
-    scales_singles = False
-
-    class Settings(GRPO.Settings):
-        aggregation: Aggregation = "session_sum"
-        """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
-        session_tokens: int = Field(default=1024, ge=1)
-        """The constant that `session_sum` divides by."""
-
-    settings: Settings
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.session_tokens = settings.session_tokens
-
-    def centre(self, values: Floats) -> Floats:
-        return dr_grpo(values)
-
-
-class GDPO(GRPO):
-    """GDPO: Σ_n w_n GRPO(reward n), normalised over the batch. Liu et al. 2026 (arXiv:2601.05242).
-
-    Each named reward is compared apart: summed first, those of small spread would vanish beside those of large spread.
-    Sessions only; step rewards count towards their session's. A session without one of the names is not compared by it.
-    """
-
-    name = "gdpo"
-
-    class Settings(GRPO.Settings):
-        reward_weights: Annotated[dict[str, float], FromJson] = Field(default_factory=dict)
-        """Weight of each reward name; names that are not listed weigh 1."""
-
-    settings: Settings
-
-    def assign(self, offer: Selection, past: PastValues) -> list[Floats]:
-        sessions: dict[tuple[SessionKey, Hashable], int] = {}
-        members = [(one.session_key, bucket_for(one, None, offer.kind_pattern)) for one in offer.offered]
-        for member in members:
-            sessions.setdefault(member, len(sessions))
-        first = dict(reversed(list(zip(members, offer.offered, strict=True))))
-        rewards = [first[member].named_rewards for member in sessions]
-        total = np.zeros(len(sessions))
-        for name in sorted({name for one in rewards for name in one}):
-            having = [(n, member) for member, n in sessions.items() if name in rewards[n]]
-            values = np.array([rewards[n][name] for n, _ in having], np.float64)
-            buckets = [bucket_for(first[member], f"reward {name}", offer.kind_pattern) for _, member in having]
-            weight = self.settings.reward_weights.get(name, 1.0)
-            total[[n for n, _ in having]] += weight * by_bucket(values, buckets, self.centre, past, is_scaled=True)
-        advantages = whiten(total)
-        return [
-            np.full(len(one.turn_ids), advantages[sessions[member]])
-            for one, member in zip(offer.offered, members, strict=True)
-        ]
-
-    def single_values(self, offer: Selection) -> list[SingleValue]:
-        return named_values(offer.offered, offer.kind_pattern)
-
-
-def dr_grpo(values: Floats) -> Floats:
-    centred: Floats = values - values.mean()
-    return centred
 
 
 def ratio(tokens: TrainedTokens) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.features.consent import Consent
 from trainer.features.critic import critics_of
-from trainer.features.devices import DevicesSettings, check_divisible, place_of
+from trainer.features.devices import DevicesSettings, check_divisible, leave_world, place_of
 from trainer.features.estimates import Estimates, EstimateSettings, KeptSessions
 from trainer.features.evaluation import Evaluation, EvaluationSettings
 from trainer.features.examples.gate import ExampleGate, ExampleSettings
@@ -42,6 +42,7 @@ FEATURES = Features(
     checks=(check_divisible, check_optimizer, check_packages, check_ratings),
     agent=SavingAgent,
     place=place_of,
+    leave=leave_world,
 )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import Field
 
 from trainer.batch.batch import Batch, Reals
@@ -23,10 +24,12 @@ from trainer.batch.selection import Unfit, why_untrainable
 from trainer.claims.holds import Beside, Comparison, OfFirst
 from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
+from trainer.model.loading import bad_checkpoint, load_model
+from trainer.model.model import Policy
 from trainer.publish.checkpoint import Checkpoints, copied
 from turnwise.errors import BadCheckpoint, EngineDisagrees
 from turnwise.settings import Settings
-from turnwise.types import GroupKey, Json
+from turnwise.types import GroupKey, Json, PolicyKind
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +224,7 @@ class GapCheck(Beside[GapSettings]):
         present = copied(policy.shards())
         try:
             if version == 0:
-                policy.load_base()
+                _load_base(policy)
             else:
                 other = policy.shards()
                 self._checkpoints.read_tensors(version, {"model": other}, self._learner.world.control_group)
@@ -229,6 +232,16 @@ class GapCheck(Beside[GapSettings]):
             yield
         finally:
             policy.load_shards(present)
+
+
+def _load_base(policy: Policy) -> None:
+    """Load the weights of version 0: the base model, or an adapter that changes nothing; in all processes."""
+    if policy.settings.kind is PolicyKind.LORA:
+        shards = policy.shards()
+        policy.load_shards({name: torch.zeros_like(v) if "lora_B" in name else v for name, v in shards.items()})
+        return
+    with bad_checkpoint(f"the trainer's state does not fit {policy.settings.model!r}"):
+        policy.place.load_weights(policy, lambda: load_model(policy.settings, "eager"))
 
 
 class OfBatch(Comparison):

@@ -26,7 +26,6 @@ from trainer.batch.logprobs import OutputLayer, token_logprobs, variances
 from trainer.model.adapters import Adapter
 from trainer.model.inputs import RowInputs, row_inputs
 from trainer.model.loading import (
-    bad_checkpoint,
     base_of,
     carried,
     check_names,
@@ -364,15 +363,6 @@ class Policy:
                 f"the trainer's state does not fit {self.settings.model!r}: {strange[0]!r} is of one alone"
             )
         self.place.load_shards(self.model, shards, is_whole=self.settings.kind is PolicyKind.FULL)
-
-    def load_base(self) -> None:
-        """Load the weights of version 0: the base model, or an adapter that changes nothing; in all processes."""
-        if self.settings.kind is PolicyKind.LORA:
-            shards = self.shards()
-            self.load_shards({name: torch.zeros_like(v) if "lora_B" in name else v for name, v in shards.items()})
-            return
-        with bad_checkpoint(f"the trainer's state does not fit {self.settings.model!r}"):
-            self.place.load_weights(self, lambda: load_model(self.settings, "eager"))
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:

@@ -6,7 +6,9 @@ process reads a half-written one.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
 from pathlib import Path
 
@@ -15,7 +17,6 @@ import click
 from turnwise.commands.output import print_records
 from turnwise.commands.place import database_option, database_url, json_option
 from turnwise.errors import SettingsError
-from turnwise.files import write_once
 from turnwise.settings import mask_credentials
 
 PASSWORD_FILE = "database-password"  # noqa: S105  a name
@@ -43,6 +44,22 @@ def write_secret(file: Path, text: str, mode: int) -> None:
         write_once(file, text, mode)
     except OSError as error:
         raise SettingsError(f"cannot write {str(file)!r}: {error.strerror}; name a writable directory") from error
+
+
+def write_once(path: Path, text: str, mode: int) -> None:
+    """Write a file atomically and durably, with its permissions; leave an existing one as it is."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.chmod(mode)
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(staged)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 @click.group("db")
@@ -90,9 +107,10 @@ def db_make_password(directory: Path, host: str, port: int, name: str, user: str
 def db_backup(file: Path, database: str | None, *, as_json: bool) -> None:
     """Copy an SQLite database to a new file, consistently, while agents and trainer use it."""
     from turnwise.commands.place import opened
+    from turnwise.features import copying
 
     with opened(database_url(database), make_ready=False, creates=False) as store:
-        store.backup(file)
+        copying.back_up(store, file)
     print_records({"backup": str(file), "num_bytes": file.stat().st_size}, as_json=as_json)
 
 

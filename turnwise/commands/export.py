@@ -14,15 +14,8 @@ import click
 
 from turnwise.client import wire
 from turnwise.client.conversations import with_images
-from turnwise.commands.place import (
-    DataPlace,
-    api_filters,
-    filter_of,
-    filter_options,
-    session_document,
-    sessions_of,
-    takes_place,
-)
+from turnwise.commands.features.session_filter import api_filters, filter_of, filter_options, sessions_of
+from turnwise.commands.place import DataPlace, takes_place
 from turnwise.errors import InvalidRequest
 from turnwise.exchange import plugins, training_formats
 from turnwise.files import create_private
@@ -232,3 +225,13 @@ def _opened_output(output: Path | None) -> Iterator[TextIO]:
     create_private(output)
     with output.open("w", encoding="utf-8") as file:
         yield file
+
+
+def session_document(client: Client, session: Json) -> Json:
+    turns = [turn | client.turn(turn["turn_id"], prompt="whole") for turn in client.turns(session["session_id"])]
+    whole = client.session(session["session_id"])["rewards"]
+    given = {line["reward_id"]: line for line in (*whole, *(line for turn in turns for line in turn["rewards"]))}
+    # The latest line of each target and name is in force; the lines of a step are with each of its turns.
+    latest = {(line["turn_id"], line["step"], line["name"]): line for _, line in sorted(given.items())}
+    lines = sorted(latest.values(), key=lambda line: int(line["reward_id"]))
+    return with_images({**session, "turns": turns, "rewards": lines}, client.image)

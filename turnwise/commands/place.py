@@ -20,15 +20,12 @@ import click
 from pydantic import SecretStr
 
 from turnwise.client import Client
-from turnwise.client.conversations import with_images
 from turnwise.errors import SettingsError
-from turnwise.files import is_locked, lock, write_whole
+from turnwise.files import is_locked
 from turnwise.settings import Settings, load_settings, settings_model, shared_variables
-from turnwise.types import Json
 
 if TYPE_CHECKING:
     from turnwise.store.database import Database
-    from turnwise.store.selection import SessionFilter
 
 RunningSettings = TypeVar("RunningSettings", bound=Settings)
 
@@ -37,7 +34,6 @@ database_option = click.option(
     "--database", metavar="URL", help="SQLAlchemy URL [default: that of the running `turnwise up`, or the proxy's]."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-FILTERS = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "policy", "metadata")
 STATE_FILE = Path(".turnwise-up.json")
 """State of a running `turnwise up`, in its directory; readable to its owner alone, since it may hold a password. `up`
 locks it, and the kernel releases the lock with the process, so a file that a killed process left is recognised."""
@@ -190,82 +186,14 @@ def stored_key() -> str | None:
         raise SettingsError(f"the key in {str(KEY_FILE)!r} cannot be read: {error}; delete the file") from error
 
 
-def make_key(database: str) -> str:
-    """Return the key of this directory for a database's proxy, and store it in both where one has it not."""
-    from turnwise.store import keys
-
-    given = stored_key()
-    with opened(database) as store, store.write() as conn:
-        key = keys.local_key(conn, given)
-    if key != given:
-        write_whole(KEY_FILE, f"{key}\n")
-    KEY_FILE.chmod(0o600)
-    return key
-
-
 def _load(section: str) -> Settings:
     return load_settings(settings_model(section), config=None, section=section, overrides={})
-
-
-def filter_options(command: Any) -> Any:
-    for option in (
-        click.option("--tenant", help="Only this tenant's."),
-        click.option("--task-id", help="Only of this task."),
-        click.option("--group-id", help="Only of this group."),
-        click.option("--session-id", help="Only this session."),
-        click.option("--split", type=click.Choice(["train", "eval"])),
-        click.option("--status", type=click.Choice(["open", "ended", "expired"])),
-        click.option("--user-id", help="Only of this end user."),
-        click.option("--metadata", metavar="KEY=VALUE", help="Only with this pair in the metadata."),
-        click.option("--label", help="Only with this label."),
-        click.option("--policy", help="Only of the policy of this name."),
-    ):
-        command = option(command)
-    return command
-
-
-def filter_of(given: dict[str, Any]) -> SessionFilter:
-    """Return the filter of a command's options, and remove them from `given`."""
-    from turnwise.store.selection import SessionFilter
-    from turnwise.types import SessionStatus, Split
-
-    kinds: dict[str, Callable[[str], Any]] = {"split": Split, "status": SessionStatus}
-    chosen = {name: given.pop(name) for name in FILTERS}
-    found: dict[str, Any] = {name: kinds.get(name, str)(value) for name, value in chosen.items() if value is not None}
-    return SessionFilter(**found)
-
-
-def api_filters(chosen: dict[str, Any]) -> Json:
-    """Return the filters of the API for a command's options, and remove them from `chosen`."""
-    found = {name: chosen.pop(name) for name in FILTERS}
-    refuse_tenant(found.pop("tenant"))
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def refuse_tenant(tenant: str | None) -> None:
     """Refuse the option `--tenant` over HTTP."""
     if tenant is not None:
         raise SettingsError("--tenant needs the database: over HTTP a key reads its own tenant")
-
-
-def sessions_of(client: Client, filters: Json) -> Iterator[Json]:
-    session_id = filters.get("session_id")
-    if session_id is None:
-        yield from client.sessions(**filters)
-        return
-    session = client.session(session_id)
-    if all(session.get(name) == value for name, value in filters.items() if name not in ("label", "metadata")):
-        yield session
-
-
-def session_document(client: Client, session: Json) -> Json:
-    turns = [turn | client.turn(turn["turn_id"], prompt="whole") for turn in client.turns(session["session_id"])]
-    whole = client.session(session["session_id"])["rewards"]
-    given = {line["reward_id"]: line for line in (*whole, *(line for turn in turns for line in turn["rewards"]))}
-    # The latest line of each target and name is in force; the lines of a step are with each of its turns.
-    latest = {(line["turn_id"], line["step"], line["name"]): line for _, line in sorted(given.items())}
-    lines = sorted(latest.values(), key=lambda line: int(line["reward_id"]))
-    return with_images({**session, "turns": turns, "rewards": lines}, client.image)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,34 +206,6 @@ class RunningStack:
     engines: list[str]
 
 
-@contextlib.contextmanager
-def announced(stack: RunningStack) -> Iterator[None]:
-    """Keep the state file while the block runs.
-
-    Raises:
-        SettingsError: another `turnwise up` runs in this directory.
-    """
-    STATE_FILE.touch(mode=0o600)
-    try:
-        locked = lock(STATE_FILE)
-    except BlockingIOError as error:
-        raise SettingsError(_already_runs()) from error
-    with locked as file:
-        file.truncate(0)
-        json.dump(dataclasses.asdict(stack), file)
-        file.flush()
-        try:
-            yield
-        finally:
-            STATE_FILE.unlink(missing_ok=True)
-
-
-def check_none_runs() -> None:
-    """Refuse a second `turnwise up` in one directory."""
-    if find_running_stack() is not None:
-        raise SettingsError(_already_runs())
-
-
 def find_running_stack() -> RunningStack | None:
     """Return the `turnwise up` that runs in this directory; None where there is none."""
     try:
@@ -314,10 +214,3 @@ def find_running_stack() -> RunningStack | None:
         return RunningStack(**json.loads(STATE_FILE.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None  # no file, or one that is being written
-
-
-def _already_runs() -> str:
-    return (
-        "`turnwise up` runs in this directory already; stop it first, or start this one in another directory: "
-        "both would use one database and one trainer"
-    )

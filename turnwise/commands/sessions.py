@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from turnwise.commands.features.lineage import followed, print_deletion, then_option
+from turnwise.commands.features.session_filter import api_filters, filter_of, filter_options, sessions_of
 from turnwise.commands.output import confirm, print_stored
 from turnwise.commands.place import (
     DataPlace,
-    api_filters,
     database_option,
     database_url,
-    filter_of,
-    filter_options,
     json_option,
     opened,
-    sessions_of,
     takes_place,
 )
 from turnwise.errors import NotFound

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import sys
@@ -14,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands import place
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.output import print_process_line
+from turnwise.commands.place import KEY_FILE, STATE_FILE, RunningStack, find_running_stack, opened, stored_key
+from turnwise.errors import SettingsError
+from turnwise.files import lock, write_whole
 from turnwise.settings import has_sections
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
     from turnwise.processes.supervisor import Supervisor
     from turnwise.processes.terminal import print_last_line
 
-    place.check_none_runs()
+    check_none_runs()
     config = config if config is not None and has_sections(config) else None
     checked = call_in_child(check_up, settings, config, vllm_flags)
     if checked.lora_offer is not None and _takes_adapter(checked.lora_offer):
@@ -45,7 +49,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             model = settings.model or _own_model(settings)
             check_chat_template(model, vllm_flags)
             check_database_model(settings.database.get_secret_value(), model)
-            key = place.make_key(settings.database.get_secret_value())
+            key = make_key(settings.database.get_secret_value())
             stack = Stack(
                 settings,
                 model=model,
@@ -57,7 +61,7 @@ def _run(settings: UpSettings, vllm_flags: tuple[str, ...], config: Path | None)
             )
             logs = settings.runs_dir / "logs"
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
-            with place.announced(_state_of(stack, settings)), started as running:
+            with announced(_state_of(stack, settings)), started as running:
                 running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/#key={key}")
                 if checked.length_note:
                     running.say("up", checked.length_note)
@@ -115,8 +119,8 @@ def _engine_wait_seconds(settings: UpSettings, proxy: ProxySettings) -> float | 
     return None if "engine_wait_seconds" in proxy.model_fields_set else settings.start_seconds
 
 
-def _state_of(stack: Stack, settings: UpSettings) -> place.RunningStack:
-    return place.RunningStack(
+def _state_of(stack: Stack, settings: UpSettings) -> RunningStack:
+    return RunningStack(
         pid=os.getpid(),
         database=settings.database.get_secret_value(),
         proxy=stack.proxy_url,
@@ -171,3 +175,51 @@ up = SettingsCommand(
     takes_config=True,
     help="Run engine, proxy and trainer on this machine, with SQLite; ctrl-C stops all. Arguments after -- go to vLLM.",
 )
+
+
+def make_key(database: str) -> str:
+    """Return the key of this directory for a database's proxy, and store it in both where one has it not."""
+    from turnwise.store import keys
+
+    given = stored_key()
+    with opened(database) as store, store.write() as conn:
+        key = keys.local_key(conn, given)
+    if key != given:
+        write_whole(KEY_FILE, f"{key}\n")
+    KEY_FILE.chmod(0o600)
+    return key
+
+
+@contextlib.contextmanager
+def announced(stack: RunningStack) -> Iterator[None]:
+    """Keep the state file while the block runs.
+
+    Raises:
+        SettingsError: another `turnwise up` runs in this directory.
+    """
+    STATE_FILE.touch(mode=0o600)
+    try:
+        locked = lock(STATE_FILE)
+    except BlockingIOError as error:
+        raise SettingsError(_already_runs()) from error
+    with locked as file:
+        file.truncate(0)
+        json.dump(dataclasses.asdict(stack), file)
+        file.flush()
+        try:
+            yield
+        finally:
+            STATE_FILE.unlink(missing_ok=True)
+
+
+def check_none_runs() -> None:
+    """Refuse a second `turnwise up` in one directory."""
+    if find_running_stack() is not None:
+        raise SettingsError(_already_runs())
+
+
+def _already_runs() -> str:
+    return (
+        "`turnwise up` runs in this directory already; stop it first, or start this one in another directory: "
+        "both would use one database and one trainer"
+    )

@@ -1,4 +1,4 @@
-"""Copy a whole database into another one, of the same or the other kind, and prove that it arrived.
+"""Copy a whole database into another one, of the same or the other kind, and prove that it arrived; back one up.
 
 The source is read in one snapshot, and a row whose key the target has is left as it is, so a copy that was interrupted
 is repeated as a whole. The proof is one sum of digests per table: both databases hold the same rows, in any order.
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
 from turnwise import parts
-from turnwise.errors import StoreError
+from turnwise.errors import SettingsError, StoreError
 from turnwise.features.copies import session_copies
+from turnwise.files import create_private, replaced, synchronise
 from turnwise.store import schema
 from turnwise.store.database import Database
 from turnwise.store.schema import metadata, policies, policy_versions, sessions, turns
-from turnwise.store.statements import insert_new_rows
+from turnwise.store.statements import execute, insert_new_rows
 from turnwise.types import DEFAULT_POLICY
 
 OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
@@ -157,3 +159,23 @@ def _continue_numbers(conn: sa.Connection, key: sa.Column[int]) -> None:
     highest = sa.select(sa.func.max(key)).scalar_subquery()
     sequence = sa.func.pg_get_serial_sequence(key.table.name, key.name)
     conn.execute(sa.select(sa.func.setval(sequence, highest)).where(highest > 0))  # a default policy has 0
+
+
+def back_up(database: Database, target: Path) -> None:
+    """Copy an SQLite database to a new file as a consistent snapshot, during concurrent writes.
+
+    Raises:
+        SettingsError: the database is PostgreSQL, or the file exists or cannot be written.
+    """
+    if database.dialect != "sqlite":
+        raise SettingsError("online backup is for SQLite; use `pg_dump --format custom` for PostgreSQL")
+    if target.exists():
+        raise SettingsError(f"{str(target)!r} exists; name a new file")
+    database.check_schema()
+    try:
+        with replaced(target) as staged, database.read() as conn:
+            create_private(staged)
+            execute(conn, "VACUUM INTO ?", (str(staged),))
+            synchronise(staged)  # SQLite does not
+    except OSError as error:
+        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror}; name another file") from error

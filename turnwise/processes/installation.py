@@ -154,8 +154,9 @@ def _packages() -> Finding:
 
 def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
     try:
+        from turnwise.features import untrained
         from turnwise.sampling import ADVICE, count_not_trained
-        from turnwise.store import extensions, samplings, trainer_reports
+        from turnwise.store import extensions, trainer_reports
         from turnwise.store.database import Database, missing_file, readable_files
 
         missing = missing_file(url)
@@ -175,7 +176,7 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
         database.prepare()
         with database.read() as connection:
             trainers = trainer_reports.trainer_statuses(connection, tenant)
-            sampled = samplings.newest_samplings(connection, tenant)
+            sampled = untrained.newest_samplings(connection, tenant)
             said = [each for findings in extensions.findings for each in findings(connection, tenant)]
     except TurnwiseError as error:
         yield Finding("database", Severity.FAIL, str(error))

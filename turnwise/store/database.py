@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVa
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable, TurnwiseError
-from turnwise.files import create_private, replaced, synchronise
+from turnwise.files import create_private
 from turnwise.settings import is_readable_by_others
 from turnwise.store.postgres import DeadlineConnection
 from turnwise.store.rows import to_micros
@@ -224,25 +224,6 @@ class Database:
         if found is None:
             return f"{name} has no Turnwise tables; run `turnwise db upgrade`, or name another database with --database"
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
-
-    def backup(self, target: Path) -> None:
-        """Copy an SQLite database to a new file as a consistent snapshot, during concurrent writes.
-
-        Raises:
-            SettingsError: the database is PostgreSQL, or the file exists or cannot be written.
-        """
-        if self.dialect != "sqlite":
-            raise SettingsError("online backup is for SQLite; use `pg_dump --format custom` for PostgreSQL")
-        if target.exists():
-            raise SettingsError(f"{str(target)!r} exists; name a new file")
-        self.check_schema()
-        try:
-            with replaced(target) as staged, attributed(), self._engine.connect() as conn:
-                create_private(staged)
-                execute(conn, "VACUUM INTO ?", (str(staged),))
-                synchronise(staged)  # SQLite does not
-        except OSError as error:
-            raise SettingsError(f"cannot write {str(target)!r}: {error.strerror}; name another file") from error
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)

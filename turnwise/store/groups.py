@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -69,7 +69,7 @@ def ready(reason: str, now: datetime.datetime | None = None) -> dict[str, Any]:
     return {"status": GroupStatus.READY.value, "ready_at": to_micros(now or utc_now()), "reason": reason}
 
 
-def _is_group(tenant: str, group_id: str) -> tuple[sa.ColumnElement[bool], ...]:
+def is_group(tenant: str, group_id: str) -> tuple[sa.ColumnElement[bool], ...]:
     return groups.c.tenant == tenant, groups.c.group_id == group_id, groups.c.part_of.is_(None)
 
 
@@ -78,7 +78,7 @@ def join(conn: sa.Connection, session: Session) -> int:
     new = _new_group(session)
     if created := insert_new_rows(conn, groups, [new], "group_pk"):
         return int(created[0][0])
-    group = conn.execute(sa.select(groups).where(*_is_group(new["tenant"], new["group_id"])).with_for_update()).one()
+    group = conn.execute(sa.select(groups).where(*is_group(new["tenant"], new["group_id"])).with_for_update()).one()
     _check_joinable(group, session)
     conn.execute(
         sa.update(groups)
@@ -237,27 +237,6 @@ def take_back(conn: sa.Connection, group_pk: int) -> None:
 def _note(conn: sa.Connection, event: GroupEvent, group_pks: Collection[int]) -> None:
     for note in extensions.of_groups:
         note(conn, event, group_pks)
-
-
-class Progress(NamedTuple):
-    """How far the group of a session is."""
-
-    status: GroupStatus
-    reason: str | None
-    group_size: int | None
-    num_sessions: int
-    num_finished: int
-    num_open: int
-
-
-def progress_of(conn: sa.Connection, session: Session) -> Progress | None:
-    """Return how far the group of a session is; None if it was deleted."""
-    group_id = session.session_id if session.group_id is None else session.group_id
-    is_open = sessions.c.group_pk == groups.c.group_pk, sessions.c.status == SessionStatus.OPEN.value
-    num_open = sa.select(sa.func.count()).select_from(sessions).where(*is_open).correlate(groups).scalar_subquery()
-    columns = [groups.c[name] for name in Progress._fields[:-1]]
-    row = conn.execute(sa.select(*columns, num_open).where(*_is_group(session.tenant, group_id))).one_or_none()
-    return None if row is None else Progress._make(row)._replace(status=GroupStatus(row.status))
 
 
 def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:

@@ -182,8 +182,10 @@ def record_use(conn: sa.Connection, key_id: str) -> None:
     conn.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(last_used_at=to_micros(utc_now())))
 
 
-def tenants_with_keys(conn: sa.Connection) -> set[str]:
-    return set(conn.execute(sa.select(api_keys.c.tenant).where(api_keys.c.revoked_at.is_(None)).distinct()).scalars())
+def tenants(conn: sa.Connection) -> set[str]:
+    """Return the tenants that have keys or policies."""
+    with_keys = sa.select(api_keys.c.tenant).where(api_keys.c.revoked_at.is_(None))
+    return {*conn.execute(with_keys.union(sa.select(policies.c.tenant))).scalars()} - {NO_TENANT}
 
 
 def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:

@@ -49,11 +49,6 @@ def names_of_policies(conn: sa.Connection) -> Mapping[int, str]:
     return {policy.policy_id: policy.name for policy in list_policies(conn)}
 
 
-def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool]:
-    own = sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)
-    return sa.or_(policy_id == DEFAULT_POLICY, policy_id.in_(own))
-
-
 def is_named(policy_id: sa.Column[int], tenant: str | None, name: str) -> sa.ColumnElement[bool]:
     if name == DEFAULT_POLICY_NAME:
         return policy_id == DEFAULT_POLICY

@@ -13,9 +13,9 @@ import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.store import extensions, rows
-from turnwise.store.schema import DELETED, sessions, turns
+from turnwise.store.schema import DELETED, policies, sessions, turns
 from turnwise.store.statements import fetch_rows, read_page, size_of
-from turnwise.types import Session, SessionKey, SessionStatus, Split
+from turnwise.types import DEFAULT_POLICY, Session, SessionKey, SessionStatus, Split
 
 _EQUAL = frozenset(sessions.c.keys()) - {"metadata", "train"}
 """Columns that equal the filter's field of this name."""
@@ -66,6 +66,12 @@ def has_policy(is_wanted: Callable[[sa.Column[Any]], sa.ColumnElement[bool]]) ->
     """Return the condition that a session's own policy is wanted, or another one that has sampled in it."""
     sampled = turns.c.session_pk == sessions.c.session_pk, is_wanted(turns.c.policy_id)
     return sa.or_(is_wanted(sessions.c.policy_id), sa.exists().where(*sampled))
+
+
+def is_shown_to(tenant: str, policy_id: sa.Column[int]) -> sa.ColumnElement[bool]:
+    """Return the condition that a tenant may read what is of a policy: of the default one, or of its own."""
+    own = sa.select(policies.c.policy_id).where(policies.c.tenant == tenant)
+    return sa.or_(policy_id == DEFAULT_POLICY, policy_id.in_(own))
 
 
 def is_session(tenant: str, session_id: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:

@@ -15,10 +15,10 @@ from turnwise.errors import Conflict
 from turnwise.parts import sizes_of
 from turnwise.sampling import left_out_by
 from turnwise.store import rows
-from turnwise.store.policies import is_shown_to
 from turnwise.store.schema import groups, sessions, trained_sessions, turns
 from turnwise.store.schema import policies as policies_table
 from turnwise.store.schema import updates as table
+from turnwise.store.selection import is_shown_to
 from turnwise.store.statements import beginning_of_parts, insert_rows, is_among, size_of
 from turnwise.types import DEFAULT_POLICY, TOKEN_BYTES, TRAINED_ROLES, GroupStatus, SessionKey, TrainedIn, UpdateRecord
 

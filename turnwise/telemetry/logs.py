@@ -1,4 +1,4 @@
-"""The logs of a process, text or JSON, the access log, and how many lines are lost while nobody reads.
+"""The logs of a process, text or JSON, and how many lines are lost while nobody reads.
 
 No caller of a log waits for its reader: a thread writes to pipes, terminals and sockets.
 """
@@ -8,18 +8,14 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import math
 import os
 import queue
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from turnwise.errors import SettingsError
 from turnwise.telemetry.requests import current_request
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -27,8 +23,6 @@ log = logging.getLogger(__name__)
 LogFormat = Literal["text", "json"]
 MAX_WAITING_LINES = 4000
 FLUSH_SECONDS = 2.0
-WARNING_SECONDS = 60.0
-"""How often lost lines of the access log are logged."""
 T = TypeVar("T")
 
 
@@ -73,7 +67,7 @@ class LogHandler(logging.Handler):
         self.num_lost = 0
         self.count_lost: Callable[[], None] = lambda: None
         """Is called for each line that is lost, in any thread."""
-        self._lines = _LineFile(descriptor, self._lose)
+        self._lines = LineFile(descriptor, self._lose)
         self._num_reported = 0
         self._count_lock = threading.RLock()
         """Reentrant: a signal handler or a finalizer that logs may interrupt the thread that holds it."""
@@ -101,43 +95,6 @@ class LogHandler(logging.Handler):
         with self._count_lock:
             self.num_lost += 1
         self.count_lost()
-
-
-class AccessLog:
-    """Appends one line of JSON for each request to a file; `-` is standard output.
-
-    No request waits for the log's reader. A line that cannot be written is lost and counted, and its request is
-    answered all the same.
-    """
-
-    def __init__(self, path: Path, count_lost: Callable[[], None]) -> None:
-        """Open the file; `count_lost` is called for each line that is lost, in any thread.
-
-        Raises:
-            SettingsError: it cannot be written.
-        """
-        try:
-            self._file = sys.stdout.fileno() if str(path) == "-" else _open(path)
-        except OSError as error:
-            raise SettingsError(f"cannot write the access log {str(path)!r}: {error.strerror}") from error
-        self._is_own = str(path) != "-"
-        self._count_lost = count_lost
-        self._warned_at = -math.inf
-        self._lines = _LineFile(self._file, self._lose)
-
-    def write(self, line: dict[str, Any]) -> None:
-        self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-
-    def _lose(self, reason: str) -> None:
-        self._count_lost()
-        if time.monotonic() - self._warned_at > WARNING_SECONDS:
-            self._warned_at = time.monotonic()
-            log.warning("lines of the access log are lost: %s", reason)
-
-    def close(self) -> None:
-        """Close the file, after the lines that wait if they are written within `FLUSH_SECONDS`."""
-        if self._lines.flush() and self._is_own:
-            os.close(self._file)
 
 
 class SlowLines(Generic[T]):
@@ -171,7 +128,7 @@ class SlowLines(Generic[T]):
                 self._write(line)
 
 
-class _LineFile:
+class LineFile:
     """Appends lines to an open file; another thread writes to a pipe, a terminal or a socket."""
 
     def __init__(self, descriptor: int, lose: Callable[[str], None]) -> None:
@@ -202,12 +159,6 @@ class _LineFile:
             self._lose(f"{error.strerror}; free the disk or leave it out")
             return False
         return True
-
-
-def _open(path: Path) -> int:
-    """Open a file to append to it; a FIFO for reading too, so that neither this nor a write waits for a reader."""
-    access = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT
-    return os.open(path, access | os.O_APPEND | os.O_NOCTTY, 0o600)
 
 
 def timestamp(seconds: float) -> str:

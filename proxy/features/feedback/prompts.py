@@ -20,7 +20,8 @@ def reply_ids(template: ChatTemplate, messages: Sequence[Json], reply: str, tool
     sampled = whole[len(prompt) :]
     if not whole.startswith(prompt) or reply.strip() not in sampled:
         raise Unsafe("template_unsafe")
-    sampled = template.until_end(sampled)
+    ends = [sampled.rfind(end) + len(end) for end in template.ends.values() if end in sampled]
+    sampled = sampled[: max(ends, default=len(sampled))]
     before, ids = template.tokenise(prompt), template.tokenise(prompt + sampled)
     return ids[len(before) :] if ids[: len(before)] == before else template.tokenise(sampled)
 

@@ -19,11 +19,15 @@ import orjson
 from proxy.dialects.base import COMMENT, ENDED, EVENT_STREAM, CallKey, call_key, call_part, joined_name
 from proxy.dialects.chat import UNREAD_CALL, ChatCompletions
 from turnwise.errors import TooLarge
-from turnwise.json_text import json_object, scan
+from turnwise.json_text import dumps, json_object, scan
 from turnwise.types import Json
 
 MOST_LEVELS = 900
 """Deepest nesting that clients on each Python read: 3.11 reads fewer than 1,000 levels, 3.13 thousands."""
+
+
+def named_event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **data}))
 
 
 @dataclasses.dataclass(slots=True)

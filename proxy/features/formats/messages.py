@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
-from proxy.dialects.base import MESSAGES, SAMPLED_ENDS, STREAM, Action, Call, WireRoute, named_event
+from proxy.dialects.base import MESSAGES, SAMPLED_ENDS, STREAM, Action, Call, WireRoute
 from proxy.dialects.chat import check_kinds, without_billing
 from proxy.features.formats.blocks import (
     Block,
@@ -27,6 +27,7 @@ from proxy.features.formats.blocks import (
     counts_of,
     cut_off_error,
     embedded,
+    named_event,
     own_id,
     read_error,
 )

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute, named_event
+from proxy.dialects.base import ENDED, IDENTITY, STREAM, Action, Call, WireRoute
 from proxy.dialects.chat import check_kinds
 from proxy.features.formats.blocks import (
     Block,
     BlockEncoder,
     counts_of,
     cut_off_error,
+    named_event,
     own_id,
     text_logprobs,
 )

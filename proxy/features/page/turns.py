@@ -224,11 +224,11 @@ async def recompute_logprobs(
     def read(connection: Connection) -> tuple[TurnView, Session]:
         view = turns.read_turn(connection, principal.tenant, turn_id)
         session = sessions.read_session(connection, principal.tenant, view.turn.session_id)
-        return view, dataclasses.replace(session, policy_id=view.turn.policy_id)
+        return view, dataclasses.replace(session, policy_id=view.turn.policy_id, arm=None)
 
     view, session = await services.database.fetch(read)
     _check_repeatable(view)
-    lane = await services.pool.served_lane(session)
+    lane = await services.pool.loaded(services.pool.lane(session))  # that most of the policy's sessions sample with
     version = lane.version
     turn = view.turn
     token_ids = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()][: turn.prompt_length + MAX_TOKENS]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from starlette.types import Scope
 
@@ -13,7 +18,8 @@ from proxy.features.tracing.settings import TracingSettings
 from proxy.features.tracing.spans import Tracer
 from proxy.http.connections import RefusedHead
 from proxy.services import Beside, Observer, Services
-from turnwise.telemetry.logs import AccessLog, timestamp
+from turnwise.errors import SettingsError
+from turnwise.telemetry.logs import LineFile, timestamp
 from turnwise.telemetry.requests import RequestContext
 from turnwise.types import Json
 
@@ -21,6 +27,54 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from proxy.metrics import Counted
+
+
+log = logging.getLogger(__name__)
+WARNING_SECONDS = 60.0
+"""How often lost lines of the access log are logged."""
+
+
+class AccessLog:
+    """Appends one line of JSON for each request to a file; `-` is standard output.
+
+    No request waits for the log's reader. A line that cannot be written is lost and counted, and its request is
+    answered all the same.
+    """
+
+    def __init__(self, path: Path, count_lost: Callable[[], None]) -> None:
+        """Open the file; `count_lost` is called for each line that is lost, in any thread.
+
+        Raises:
+            SettingsError: it cannot be written.
+        """
+        try:
+            self._file = sys.stdout.fileno() if str(path) == "-" else _open(path)
+        except OSError as error:
+            raise SettingsError(f"cannot write the access log {str(path)!r}: {error.strerror}") from error
+        self._is_own = str(path) != "-"
+        self._count_lost = count_lost
+        self._warned_at = -math.inf
+        self._lines = LineFile(self._file, self._lose)
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+    def _lose(self, reason: str) -> None:
+        self._count_lost()
+        if time.monotonic() - self._warned_at > WARNING_SECONDS:
+            self._warned_at = time.monotonic()
+            log.warning("lines of the access log are lost: %s", reason)
+
+    def close(self) -> None:
+        """Close the file, after the lines that wait if they are written within `FLUSH_SECONDS`."""
+        if self._lines.flush() and self._is_own:
+            os.close(self._file)
+
+
+def _open(path: Path) -> int:
+    """Open a file to append to it; a FIFO for reading too, so that neither this nor a write waits for a reader."""
+    access = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT
+    return os.open(path, access | os.O_APPEND | os.O_NOCTTY, 0o600)
 
 
 class Tracing(Beside):

@@ -7,9 +7,9 @@ import pytest
 from support.ledger_samples import add_finished, add_session, finish
 
 from turnwise.errors import Conflict
-from turnwise.features import consent, forks, retention, sentinels
+from turnwise.features import consent, forks, retention, sentinels, training_note
 from turnwise.features.consent import ConsentMark, ConsentOf
-from turnwise.store import claims, experiences, groups, selection, sessions
+from turnwise.store import claims, experiences, selection, sessions
 from turnwise.store.database import Database
 from turnwise.types import Session
 
@@ -121,7 +121,7 @@ def test_a_marked_session_is_in_no_group_and_a_ready_one_leaves_the_claimable(da
     apply(database, mark("user", "kim"))
     with database.read() as conn:
         assert claims.num_claimable(conn) == (0, 1)
-        progress = groups.progress_of(conn, sessions.read_session(conn, "default", "ready"))
+        progress = training_note.progress_of(conn, sessions.read_session(conn, "default", "ready"))
     assert (progress.status, progress.reason) == ("dropped", "no_consent")
 
 

@@ -8,7 +8,7 @@ from support.full_disk import no_file_over
 from support.ledger_samples import add_finished, add_session, finish, update_record
 
 from turnwise.errors import NotFound, SettingsError, StoreUnavailable
-from turnwise.features import forks, retention
+from turnwise.features import copying, forks, retention
 from turnwise.features.feedback import FEEDBACK
 from turnwise.features.page import overview
 from turnwise.features.records import count_sessions
@@ -200,9 +200,9 @@ def test_a_backup_is_a_whole_database_while_another_writes(database, tmp_path):
     target = tmp_path / "copy.db"
     with database.write() as connection:
         connection.execute(sa.update(schema.sessions).values(task_id="uncommitted"))
-        database.backup(target)
+        copying.back_up(database, target)
     with pytest.raises(SettingsError, match="exists"):
-        database.backup(target)
+        copying.back_up(database, target)
     assert sorted(file.name for file in tmp_path.glob("*copy*")) == ["copy.db"]
     copy = Database(f"sqlite:///{target}")
     copy.check_schema()
@@ -217,8 +217,8 @@ def test_a_backup_is_a_whole_database_while_another_writes(database, tmp_path):
 def test_a_backup_that_a_full_disk_stops_leaves_no_file_so_that_the_same_command_can_be_repeated(database, tmp_path):
     target = tmp_path / "copy.db"
     with no_file_over(100_000), pytest.raises(StoreUnavailable, match="has space"):
-        database.backup(target)
+        copying.back_up(database, target)
     assert list(tmp_path.glob("*copy*")) == []
-    database.backup(target)
+    copying.back_up(database, target)
     with pytest.raises(SettingsError, match="cannot write"):
-        database.backup(tmp_path / "copy.db" / "nowhere.db")
+        copying.back_up(database, tmp_path / "copy.db" / "nowhere.db")

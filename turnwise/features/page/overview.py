@@ -13,9 +13,9 @@ import functools
 import sqlalchemy as sa
 
 from turnwise.store.claims import IS_SINGLE
-from turnwise.store.policies import is_shown_to
 from turnwise.store.rows import to_micros
 from turnwise.store.schema import NO_TENANT, groups, policy_versions, sessions, turns, updates
+from turnwise.store.selection import is_shown_to
 from turnwise.store.trainer_reports import TrainerStatus, trainer_statuses
 from turnwise.types import GroupStatus, Json, utc_now
 

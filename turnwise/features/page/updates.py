@@ -14,9 +14,9 @@ import sqlalchemy as sa
 
 from turnwise.credit import SessionCredit, assign_credit
 from turnwise.store import rows
-from turnwise.store.policies import is_shown_to
 from turnwise.store.rewards import rewards_of
 from turnwise.store.schema import groups, sessions, trained_sessions, updates
+from turnwise.store.selection import is_shown_to
 from turnwise.store.statements import PAGE_BYTES, read_page, size_of
 from turnwise.store.updates import Advantages
 from turnwise.types import Credit, GroupStatus, UpdateRecord

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnwise.commands.place import (
-    DataPlace,
-    api_filters,
-    engine_client_options,
-    filter_of,
-    filter_options,
-    json_option,
-    opened,
-    sessions_of,
-    takes_place,
-)
+from turnwise.commands.features.session_filter import api_filters, filter_of, filter_options, sessions_of
+from turnwise.commands.place import DataPlace, engine_client_options, json_option, opened, takes_place
 from turnwise.types import Json
 
 if TYPE_CHECKING:
