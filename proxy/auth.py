@@ -172,8 +172,7 @@ class Authenticator:
         if presented.startswith(SESSION_KEY_PREFIX):
             return await self._session_principal(presented)
         digest = hashlib.sha256(presented.encode()).digest()
-        is_fresh = self._has_keys or self._open_until > time.monotonic()
-        is_open = not self._has_keys if is_fresh else await self.is_open()
+        is_open = await self.is_open()
         if is_open and not presented.startswith(keys.KEY_PREFIX):
             return _principal_without_key(digest, self._role_without_key)
         principal = None

@@ -128,11 +128,6 @@ class Metrics:
         self.writer_queue = self._sum("turnwise_writer_queue", "Jobs that wait for their commit")
         self.stored = {name: self.newest(name, text, labels) for name, (text, *labels) in STORED.items()}
         """Those that are read from the store when metrics are asked for."""
-        self.trained_share = self.newest(
-            "turnwise_trained_share",
-            "Share of the sampled tokens that were trained, of the newest 200 sessions that have been or were dropped",
-            ["by", "name", "tenant"],
-        )
 
     def _add_engines(self) -> None:
         """Add the metrics of engines and of the versions that they serve."""
@@ -157,16 +152,9 @@ class Metrics:
     def _add_process(self) -> None:
         """Add the metrics of the proxy's own process."""
         self.event_listeners = self._sum("turnwise_event_listeners", "Clients of `GET /v1/events`")
-        self.lost_events = self.counter(
-            "turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events"
-        )
         self.lost_log_lines = self.counter(
             "turnwise_lost_log_lines",
             "Lines of the log on stderr that could not be written, or that its reader was too slow for",
-        )
-        self.lost_activity = self.counter(
-            "turnwise_lost_engine_activity_minutes",
-            "Minutes of engines that are missing in the curve of their idle share, because the store did not answer",
         )
         self.background_errors = self.counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"]

@@ -40,7 +40,7 @@ from proxy.sweeper import Sweeper
 from proxy.writer.client import Writer
 from turnwise.errors import InvalidRequest, StoreError
 from turnwise.settings import READABLE
-from turnwise.store.database import Database, readable_files
+from turnwise.store.database import Connection, Database, readable_files
 from turnwise.telemetry.requests import RequestContext
 from turnwise.types import Json, Session, Turn
 
@@ -199,6 +199,8 @@ class Services:
         """What features add to a turn's JSON."""
         self.ended: list[Callable[[Session], Awaitable[Json]]] = []
         """What features add to the answer that ends a session."""
+        self.gauges: list[Callable[[Connection], None]] = []
+        """What features read from the store when metrics are asked for."""
         self.engine_checks: list[Callable[[Engine], Awaitable[None]]] = []
         """What features ask of an engine before it gets calls; each may raise `EngineUnsuitable`."""
         self.closing: list[Callable[[], Awaitable[None]]] = []

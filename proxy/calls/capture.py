@@ -127,9 +127,6 @@ class Attempts:
         found_by = (*caller, digest, form) if key is None else (*caller, key)
         return Attempt(caller, key, digest, form, found_by, call_id, f"{call.dialect.id_prefix}{call_id}", left)
 
-    def settle(self, attempt: Attempt, answer: bytes | None) -> None:
-        """Record the end of a call, right after its answer was sent; without one it has failed."""
-
     async def stored_answer(
         self,
         call: Call,  # noqa: ARG002

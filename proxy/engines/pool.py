@@ -91,7 +91,7 @@ class EnginePool:
         engine.on_change = functools.partial(self._note_change, engine)
         metrics.engine_up.labels(engine.url).set(0)
         engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
-        metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
+        metrics.compute(metrics.engine_calls.labels(engine.url), lambda: engine.num_calls)
         self.engines = [*self.engines, engine]
         return engine
 
@@ -338,10 +338,6 @@ class EnginePool:
     async def close(self) -> None:
         for engine in self.engines:
             await engine.close()
-
-
-def _num_calls(engine: Engine) -> int:
-    return engine.num_calls
 
 
 def _read(connection: Connection) -> tuple[dict[int, serving.ServingState], list[Policy]]:

@@ -106,7 +106,7 @@ def read_parts(parts: list[bytes], captured: Captured, call: Call, prompt: Encod
     try:
         replies = decoder.decode_lines(text)
     except msgspec.DecodeError:
-        whole = NO_NUMBERS.sub(_number_or_null, whole)
+        whole = NO_NUMBERS.sub(lambda found: found[0] if found[0].startswith(b'"') else NULL, whole)
         text, echo = _without_echo(whole, prompt)
         replies = decoder.decode_lines(text)
     if len(replies) != len(parts):
@@ -130,10 +130,6 @@ def read_parts(parts: list[bytes], captured: Captured, call: Call, prompt: Encod
         has_content = [bool(reply.choices) or not hides_count for reply in replies]
     shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
     return shown if all(has_content) else list(itertools.compress(shown, has_content))
-
-
-def _number_or_null(found: re.Match[bytes]) -> bytes:
-    return found[0] if found[0].startswith(b'"') else NULL
 
 
 def read_ids(array: msgspec.Raw, echo: bytes | None) -> bytes:

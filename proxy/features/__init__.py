@@ -123,7 +123,7 @@ def served() -> Features:
     from proxy.features.policies.names import NamedPolicies
     from proxy.features.proxies import Proxies
     from proxy.features.retention.deletion import Retention
-    from proxy.features.retries import Retries
+    from proxy.features.retries import Retries, Settling
     from proxy.features.roles.chains import describe
     from proxy.features.sleep.sleeper import Sleeper
     from proxy.features.tracing.observers import Tracing
@@ -138,4 +138,5 @@ def served() -> Features:
     here = (NamedPolicies, Page, Exports, Retention, FreedMemory, UpstreamClient, Tracing, Workers, Fleet, Untrained)
     beside = (*here, SharedLimits, Proxies, TrainingNote, EngineChecks)
     reload = ReloadParts(MemoryLoader, Trials, Sleeper)
-    return Features(STEPS, IN_STORE, beside, reload, DIALECTS, Retries, Inferred, NATIVE_IDS, describe, shorten)
+    steps: tuple[type[CallStep], ...] = (Settling, *STEPS)
+    return Features(steps, IN_STORE, beside, reload, DIALECTS, Retries, Inferred, NATIVE_IDS, describe, shorten)

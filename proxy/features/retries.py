@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import cachetools
 import orjson
 
 from proxy.auth import Principal
-from proxy.calls.capture import Attempt, Attempts
+from proxy.calls.capture import NOT_YET, Attempt, Attempts, Running
+from proxy.calls.steps import CallStep
 from proxy.dialects.base import Call
 from proxy.sessions.template import ChatTemplate
 from turnwise.errors import Conflict
@@ -25,6 +27,9 @@ from turnwise.store import selection
 from turnwise.store import turns as stored_turns
 from turnwise.store.database import Connection, Database
 from turnwise.types import Json, Session, TokenIds, Turn
+
+if TYPE_CHECKING:
+    from proxy.services import Services
 
 ATTEMPT_BYTES = 800
 
@@ -146,6 +151,21 @@ class Retries(Attempts):
         if answered[1:]:
             self._answered[found_by] = answered[1:]
         return answered[0] if answered else None
+
+
+class Settling(CallStep):
+    """Lets retries of a call go on once it has ended."""
+
+    takes_all = True
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def ended(self, running: Running) -> None:
+        if running.attempt is not NOT_YET:
+            retries = self._services.attempts
+            assert isinstance(retries, Retries), "this step and what it tells are on together"
+            retries.settle(running.attempt, running.answer)
 
 
 def _check_same_request(attempt: Attempt, first_digest: bytes | None) -> None:

@@ -188,8 +188,6 @@ def end(services: Services, running: Running) -> None:
         services.sessions.release(running.place, has_failed=running.answer is None)
         choices = running.choices.values()
         running.num_tokens += running.num_prompt_tokens + sum(len(choice.token_ids) for choice in choices)
-    if running.attempt is not NOT_YET:
-        services.attempts.settle(running.attempt, running.answer)
     if running.body is not None:
         running.body.close()
     if running.is_admitted:

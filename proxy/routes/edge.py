@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from proxy.http import problems
 from proxy.http.asgi import send_whole
 from proxy.http.connections import RefusedHead
-from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
 from turnwise.telemetry.requests import RequestContext, current_request, make_context
 
@@ -43,8 +42,8 @@ class Edge:
         self._app = app
         self._services = services
         self._origins = frozenset(settings.cors_origins)
-        self._hosts = known_hosts(settings)
         public = urlsplit(settings.public_url or "")
+        self._hosts = LOOPBACK_NAMES | {settings.host, *settings.allowed_hosts, public.hostname} - {None}
         self._public = f"{public.scheme}://{public.netloc}"
         """Origin of the pages of a server in front of the proxy, which may serve HTTPS."""
         self._observers = services.observers
@@ -206,11 +205,6 @@ async def _answer_preflight(read: dict[bytes, bytes], send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
-
-
-def known_hosts(settings: ProxySettings) -> frozenset[str]:
-    public = urlsplit(settings.public_url).hostname if settings.public_url else None
-    return LOOPBACK_NAMES | {settings.host, *settings.allowed_hosts} | ({public} if public else set())
 
 
 def host_name(host: str) -> str:

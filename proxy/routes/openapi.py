@@ -26,6 +26,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 """Documented for every route; passed to FastAPI, which would otherwise describe its own 422."""
 WITHOUT_KEY = frozenset({"/healthz", "/readyz"})
+IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string"}}
 HEADERS: list[Json] = [
     {"name": "X-Session-Id", "in": "header", "schema": {"type": "string", "maxLength": 256}},
     {"name": "X-Step", "in": "header", "schema": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
@@ -46,7 +47,7 @@ def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{path}{'_in_session' if in_session else ''}".replace("/", "_"),
         "tags": ["calls"],
-        "parameters": [_path_parameter(name) for name in names] + (HEADERS if samples else []),
+        "parameters": [{"name": name, **IN_PATH} for name in names] + (HEADERS if samples else []),
         "responses": {
             "200": {"description": "The answer in the dialect's format", "content": content},
             "4XX": {"description": ERRORS["4XX"]["description"], "content": error},
@@ -61,10 +62,6 @@ def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
 
 def _path(route: WireRoute) -> str:
     return CONVERTOR.sub("}", route.path)
-
-
-def _path_parameter(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _bodies(base: type[Body]) -> list[type[Body]]:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from proxy.auth import ACTION_OF_ROUTE
-from proxy.metrics import STORED, Metrics
+from proxy.metrics import STORED
 from proxy.routes.control import Here, answer, caller, describe_answer, is_operator
 from proxy.services import Services
 from proxy.writer.client import ANSWER_SECONDS
@@ -153,7 +153,7 @@ async def metrics(request: Request, services: Here) -> Response:
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             principal = await caller(request)
-            await services.database.fetch(_read_gauges, services.metrics)
+            await services.database.fetch(_read_gauges, services)
             is_shown_all = await is_operator(services, principal)
             if not is_shown_all:
                 own = await services.database.fetch(_stored_gauges, principal.tenant)
@@ -186,12 +186,12 @@ def _without_other_tenants(rendered: bytes, tenant: str, own: Mapping[StoredGaug
     return b"\n".join(lines)
 
 
-def _read_gauges(connection: Connection, metrics: Metrics) -> None:
+def _read_gauges(connection: Connection, services: Services) -> None:
     for (name, by, value), number in _stored_gauges(connection, None).items():
-        gauge = metrics.stored[name]
+        gauge = services.metrics.stored[name]
         (gauge.labels(value) if by else gauge).set(number)
-    for each in updates.trained_shares(connection):
-        metrics.trained_share.labels(each.by, each.name, each.tenant).set(each.num_trained / (each.num_sampled or 1))
+    for read in services.gauges:
+        read(connection)
 
 
 def _stored_gauges(connection: Connection, tenant: str | None) -> dict[StoredGauge, float]:

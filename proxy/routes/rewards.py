@@ -62,14 +62,13 @@ class Reached:
     trained again, unless `retrain_revised` is set."""
 
 
-def _as_list(lines: object) -> object:
-    return lines if isinstance(lines, list) else [lines]
-
-
 RewardLines = Annotated[
     list[RewardLine],
     Field(min_length=1, max_length=MAX_LINES, fail_fast=True),
-    BeforeValidator(_as_list, json_schema_input_type=RewardLine | list[RewardLine]),
+    BeforeValidator(
+        lambda lines: lines if isinstance(lines, list) else [lines],
+        json_schema_input_type=RewardLine | list[RewardLine],
+    ),
 ]
 """One line or many. Lines that the route has checked are not checked again."""
 _lines: TypeAdapter[list[RewardLine]] = TypeAdapter(RewardLines)

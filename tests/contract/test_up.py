@@ -19,6 +19,7 @@ from support.commands import invoke
 from trainer.features import Settings
 from turnwise.commands import place as location
 from turnwise.commands import preflight
+from turnwise.commands.features.doctor import engine_urls
 from turnwise.commands.place import RunningStack, at_running_proxy, find_running_stack
 from turnwise.commands.preflight import check_database_model
 from turnwise.commands.up import _takes_adapter, announced, make_key
@@ -235,7 +236,7 @@ RUNNING = RunningStack(os.getpid(), "sqlite:///used.db", "http://127.0.0.1:8123"
 def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_path):
     with announced(RUNNING), location.opened(RUNNING.database):
         assert location.database_url(None) == "sqlite:///used.db"
-        assert location.engine_urls(()) == ["http://127.0.0.1:8124"]
+        assert engine_urls(()) == ["http://127.0.0.1:8124"]
         assert location.STATE_FILE.stat().st_mode & 0o077 == 0
         assert json.loads(invoke("sessions", "--json").output) == []
     assert not (tmp_path / "turnwise.db").exists()

@@ -58,6 +58,7 @@ from turnwise.features.page import activity, overview, search
 from turnwise.features.page import updates as page_updates
 from turnwise.features.page.activity import Activity
 from turnwise.features.page.search import Contents
+from turnwise.features.page.turns import session_credit
 from turnwise.features.policies import publish_next
 from turnwise.features.prices import read_costs
 from turnwise.features.ratings import draws, predictions, rated
@@ -432,7 +433,7 @@ OF_TENANT: dict[str, Ask] = {
     ),
     "a session's own rewards": lambda c: sessions.read_session_with_rewards(c, "t", "s"),
     "changes": lambda c: overview.read_state(c, "t"),
-    "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over"), DEFAULT_POLICY),
+    "the credit of a session": lambda c: session_credit(c, _pk(c, "over"), DEFAULT_POLICY),
     "a page of turns": lambda c: turns.read_turns(c, "t", "s", whole_prompt=False, max_bytes=1),
     "a later page of turns": lambda c: turns.read_turns(c, "t", "s", after="t-s-t1", max_bytes=1),
     "whole turns": lambda c: turns.read_turns(c, "t", "s"),
@@ -460,7 +461,7 @@ OF_TENANT: dict[str, Ask] = {
     "how a session's calls are sampled": lambda c: untrained.newest_samplings(c, "t", "s"),
     "how a tenant's calls are sampled": lambda c: untrained.newest_samplings(c, "t"),
     "what a tenant's versions earned": lambda c: earned_by_version(c, "t"),
-    "what of a tenant was trained": lambda c: updates.trained_shares(c, "t"),
+    "what of a tenant was trained": lambda c: untrained.trained_shares(c, "t"),
     "a new session": lambda c: sessions.create_session(c, _session("n", group_id="g2")),
     "a new session of a group": lambda c: sessions.create_session(c, _session("n", group_id="g")),
     "a session that exists": lambda c: sessions.create_session(c, _session("s")),
@@ -540,7 +541,7 @@ GROWING_WITH_THE_TENANT = frozenset(
 
 OF_ALL: dict[str, Ask] = {
     "what all versions earned": lambda c: earned_by_version(c, None),
-    "what of all was trained": updates.trained_shares,
+    "what of all was trained": untrained.trained_shares,
     "what the doctor says": lambda c: [list(each(c, "t")) for each in extensions.findings],
     "what is known of a policy's sessions": _rated,
     "how all calls are sampled": lambda c: untrained.newest_samplings(c, None),

@@ -6,6 +6,7 @@ and their weights contain μ. So sampled and imported chains share packed rows, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -19,7 +20,7 @@ from trainer.algorithms.dpo import DPO
 from trainer.algorithms.grpo import GRPO
 from trainer.algorithms.sft import SFT
 from trainer.batch.batch import Batch, Reals, Row
-from trainer.batch.ratios import TrainedTokens
+from trainer.batch.ratios import BY_CHAIN, TrainedTokens
 
 MU_END = 0.05
 """μ after `decay_batches`, as in the paper."""
@@ -64,7 +65,7 @@ class Chord(GRPO):
         if batch.mixed is None:
             return super().parts(tokens, batch, row)
         is_sampled = torch.from_numpy(batch.table.experience[row.token] < batch.num_sampled).to(tokens.logprobs.device)
-        return [(tokens.subset(is_sampled), self), (tokens.subset(~is_sampled), self.imitation)]
+        return [(_subset(tokens, is_sampled), self), (_subset(tokens, ~is_sampled), self.imitation)]
 
     def share(self, num_batches: int) -> float:
         """Return μ after a number of batches: half a cosine from the peak down to the end (CHORD-μ)."""
@@ -86,3 +87,10 @@ class PhiSFT(SFT):
 def phi(logprobs: Tensor) -> Tensor:
     probability = logprobs.detach().exp()
     return probability * (1 - probability)
+
+
+def _subset(tokens: TrainedTokens, is_in: Tensor) -> TrainedTokens:
+    """Return the tokens where `is_in` [M] is True; chains keep their indices."""
+    columns = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
+    by_token = {name: column for name, column in columns.items() if column is not None and name not in BY_CHAIN}
+    return dataclasses.replace(tokens, **{name: column[is_in] for name, column in by_token.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,13 +100,9 @@ def _tokens(algorithm: Algorithm, batch: Batch) -> TrainedTokens:
         values=column(0.0, is_needed=algorithm.needs_values),
         old_values=column(0.0, is_needed=algorithm.needs_values),
         returns=column(1.0, is_needed=algorithm.needs_values),
-        pair=torch.tensor(_numbered(batch.unit_of)),
+        pair=torch.from_numpy(np.unique(np.array(batch.unit_of), return_inverse=True)[1]),
         chosen=torch.tensor(batch.chosen),
     )
-
-
-def _numbered(units: Sequence[int]) -> list[int]:
-    return np.unique(np.array(units), return_inverse=True)[1].tolist()  # type: ignore[no-any-return]
 
 
 def _experience(group: str, run: int, reward: float) -> Chain:

@@ -58,12 +58,6 @@ class TrainedTokens:
     chosen: Tensor | None = None
     """True where the chain belongs to the better session of its pair. [S]"""
 
-    def subset(self, is_in: Tensor) -> TrainedTokens:
-        """Return the tokens where `is_in` [M] is True; chains keep their indices."""
-        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        by_token = {name: column for name, column in columns.items() if column is not None and name not in BY_CHAIN}
-        return dataclasses.replace(self, **{name: column[is_in] for name, column in by_token.items()})
-
 
 def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
     return torch.exp((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

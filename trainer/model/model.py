@@ -126,7 +126,8 @@ class Policy:
         torch.manual_seed(seed)
         self.device = resolve_device(self.settings.device)
         wanted = self.settings.dtype if self.settings.weights_dtype == "float32" else self.settings.weights_dtype
-        self.compute_dtype = _compute_dtype(wanted, self.device)
+        is_coarse = wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda")
+        self.compute_dtype = torch.bfloat16 if is_coarse else torch.float32
         self.attention = choose_attention(self.settings, self.device)
         if self.attention == "flex_attention":
             register_flex_attention()
@@ -375,8 +376,3 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-
-
-def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    is_coarse = name == "bfloat16" or (name == "auto" and device.type == "cuda")
-    return torch.bfloat16 if is_coarse else torch.float32

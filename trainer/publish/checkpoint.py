@@ -192,16 +192,13 @@ class Checkpoints:
         versions = self.versions()
         gone = [version for version in versions[: -self._keep] if version not in protected]
         for version in gone:
-            self._remove(version)
+            # The state goes first: a version without state can still be served, one without weights cannot be resumed.
+            shutil.rmtree(self.state_directory(version), ignore_errors=True)
+            shutil.rmtree(self.policy_directory(version), ignore_errors=True)
         return gone
 
     def versions(self) -> list[int]:
         return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
-
-    def _remove(self, version: int) -> None:
-        # The state goes first: a version without state can still be served, one without weights cannot be resumed.
-        shutil.rmtree(self.state_directory(version), ignore_errors=True)
-        shutil.rmtree(self.policy_directory(version), ignore_errors=True)
 
 
 def copied(tensors: Any) -> Any:

@@ -118,25 +118,14 @@ def opened(url: str, *, make_ready: bool = True, creates: bool = True) -> Iterat
 def database_url(given: str | None) -> str:
     if given is not None:
         return given
-    proxy = _load("proxy")
+    proxy = load_section("proxy")
     running = find_running_stack()
     if running is not None and "database" not in proxy.model_fields_set:
         return running.database
     if "database" not in proxy.model_fields_set:
-        proxy = _load("up")
+        proxy = load_section("up")
     url: str = proxy.database.get_secret_value()  # type: ignore[attr-defined]  # both declare it
     return url
-
-
-def engine_urls(given: tuple[str, ...]) -> list[str]:
-    if given:
-        return list(given)
-    proxy = _load("proxy")
-    running = find_running_stack()
-    if running is not None and "engine" not in proxy.model_fields_set:
-        return running.engines
-    urls: list[str] = proxy.engine  # type: ignore[attr-defined]  # the proxy declares it
-    return urls
 
 
 def engine_client_options() -> dict[str, Any]:
@@ -145,7 +134,7 @@ def engine_client_options() -> dict[str, Any]:
     Raises:
         SettingsError: a TLS file of the proxy's settings cannot be used.
     """
-    options: dict[str, Any] = _load("proxy").engine_client_options()  # type: ignore[attr-defined]  # the proxy declares it
+    options: dict[str, Any] = load_section("proxy").engine_client_options()  # type: ignore[attr-defined]  # the proxy declares it
     return options
 
 
@@ -186,7 +175,7 @@ def stored_key() -> str | None:
         raise SettingsError(f"the key in {str(KEY_FILE)!r} cannot be read: {error}; delete the file") from error
 
 
-def _load(section: str) -> Settings:
+def load_section(section: str) -> Settings:
     return load_settings(settings_model(section), config=None, section=section, overrides={})
 
 

@@ -1,22 +1,26 @@
-"""How calls are sampled of late: the sampling parameters of some turns, so that people learn which are not trained."""
+"""What is not trained of late: how some turns were sampled, and how many tokens of the newest sessions were trained."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.parts import sizes_of
-from turnwise.sampling import Sampled
-from turnwise.store.rows import to_micros
-from turnwise.store.schema import sessions, turns
+from turnwise.sampling import Sampled, left_out_by
+from turnwise.store.rows import StoredRow, to_micros
+from turnwise.store.schema import groups, policies, sessions, turns
 from turnwise.store.selection import is_session
-from turnwise.store.statements import beginning_of_parts, is_among
-from turnwise.types import TRAINED_ROLES, Split, utc_now
+from turnwise.store.statements import beginning_of_parts, is_among, size_of
+from turnwise.store.updates import trained_in
+from turnwise.types import TOKEN_BYTES, TRAINED_ROLES, GroupStatus, Split, utc_now
 
+COUNTED_SESSIONS, COUNTED_TURNS = 200, 2000
 SAMPLED_SESSIONS, SAMPLED_TURNS = 50, 500
 """Sessions and turns that are read to say how calls are sampled: the newest, and again as many over the last hour."""
 SAMPLED_AMONG, SAMPLED_FOR = 2000, datetime.timedelta(hours=1)
@@ -63,3 +67,55 @@ def _samplings(conn: sa.Connection, pks: Sequence[int], *wanted: sa.ColumnElemen
     found = sa.select(turns.c.sampling, beginning_of_parts()).where(of_sessions, *fit, *wanted)
     newest = conn.execute(found.order_by(turns.c.session_pk.desc(), turns.c.seq.desc()).limit(SAMPLED_TURNS))
     return [(json.loads(text), sizes_of(parts)) for text, parts in newest]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainedShare:
+    """How many tokens of some newest sessions were trained: those of one `agent`, `key` or `policy`."""
+
+    tenant: str
+    by: str
+    name: str
+    num_sampled: int
+    num_trained: int
+    left_out: Mapping[str, int]
+    """The tokens of the turns that were not trained, by reason."""
+
+
+def trained_shares(conn: sa.Connection, tenant: str | None = None) -> list[TrainedShare]:
+    """Return what was trained of the newest sessions whose group is trained or dropped; with a tenant, of its own."""
+    held, t, g = sessions.c, turns.c, groups.c
+    own = held.tenant == tenant if tenant is not None else held.session_pk > 0  # read backwards by an index
+    s = sa.select(sessions).where(own).order_by(held.session_pk.desc()).limit(COUNTED_SESSIONS).subquery().c
+    size = (size_of(conn.dialect, t.token_ids) // TOKEN_BYTES).label("size")
+    names = s.tenant, s.agent, s.key_id.label("key"), policies.c.name.label("policy")
+    found = conn.execute(
+        sa.select(t.turn_id, t.session_pk, t.outcome, t.reason, t.role, t.sampling, size, *names)
+        .add_columns(beginning_of_parts().label("parts"), g.reason.label("refusal"))
+        .join_from(turns, s.session_pk.table, t.session_pk == s.session_pk)
+        .join(groups, sa.and_(g.policy_id == t.policy_id, sa.or_(g.group_pk == s.group_pk, g.part_of == s.group_pk)))
+        .join(policies, policies.c.policy_id == g.policy_id)
+        .where(g.status.in_([GroupStatus.TRAINED.value, GroupStatus.DROPPED.value]))
+        .order_by(t.session_pk.desc(), t.seq.desc())
+        .limit(COUNTED_TURNS)
+    ).all()
+    updates = trained_in(conn, [*{row.session_pk for row in found}]).values()
+    trained = {turn_id for each in updates for _, advantages in each for turn_id in advantages}
+    counts: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for row in found:
+        reason = GroupStatus.TRAINED if row.turn_id in trained else _why_not(row)
+        for by in ("agent", "key", "policy"):
+            counts[row.tenant, by, getattr(row, by) or "unknown"][reason] += row.size
+    return [
+        TrainedShare(*place, of.total(), of.pop(GroupStatus.TRAINED, 0), dict(of.most_common()))
+        for place, of in sorted(counts.items())
+    ]
+
+
+def _why_not(turn: StoredRow) -> str:
+    if turn.outcome not in TRAINABLE_OUTCOMES:
+        return str(turn.reason or turn.outcome)
+    if turn.role is not None and turn.role not in TRAINED_ROLES:
+        return str(turn.role)
+    own = left_out_by(json.loads(turn.sampling), sizes_of(turn.parts))
+    return own or str(turn.refusal or "not_chosen").partition(":")[0]

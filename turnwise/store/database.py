@@ -280,9 +280,10 @@ def attributed() -> Iterator[None]:
         raise StoreUnavailable(f"no database connection became free in time: {error}; raise the pool size") from error
     except sa.exc.DBAPIError as error:
         said = f"{type(error.orig).__name__}: {error.orig}".strip()
+        code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "sqlite_errorname", None) or ""
         if any(mark in said for mark in _UNKNOWN_TABLE):
             raise SchemaMismatch(f"{said}; run `turnwise db upgrade`") from error
-        if isinstance(error, sa.exc.DataError) or getattr(error.orig, "sqlstate", None) == _TOO_LONG:
+        if isinstance(error, sa.exc.DataError) or code == _TOO_LONG:
             raise InvalidRequest(f"the database cannot hold a value: {said}") from error
         if isinstance(error, (sa.exc.IntegrityError, sa.exc.ProgrammingError)):
             raise
@@ -297,7 +298,7 @@ def attributed() -> Iterator[None]:
             ) from error
         raise StoreUnavailable(
             f"the database failed ({said}); check that it runs, has space and is not locked",
-            is_permanent=_is_permanent(error.orig),
+            is_permanent=code.startswith(_PERMANENT),
         ) from error
 
 
@@ -324,11 +325,6 @@ def attempt(
         if isinstance(first, sa.exc.DBAPIError):
             raise first from None
         raise
-
-
-def _is_permanent(failure: BaseException | None) -> bool:
-    code = getattr(failure, "sqlstate", None) or getattr(failure, "sqlite_errorname", None) or ""
-    return code.startswith(_PERMANENT)
 
 
 def _parsed(url: str) -> sa.URL:

@@ -105,17 +105,6 @@ def experiences_of_groups(
     return stream(conn, clauses, shape)
 
 
-def session_credit(conn: sa.Connection, session_pk: int, policy_id: int) -> SessionCredit | None:
-    """Return the rewards and returns of one policy's turns in a session, under its credit; None without a reward."""
-    lines = rewards_of(conn, [session_pk]).get(session_pk)
-    if not lines:
-        return None
-    columns = sessions.c.credit, sessions.c.gamma
-    row = conn.execute(sa.select(*columns).where(sessions.c.session_pk == session_pk)).one()
-    turns = _credited(_of_policy(turns_of(conn, [session_pk])[session_pk], policy_id))
-    return _assigned(turns, lines, Credit(row.credit), gamma=row.gamma)
-
-
 def opened(source: Source) -> contextlib.AbstractContextManager[sa.Connection]:
     return source.read() if isinstance(source, Database) else contextlib.nullcontext(source)
 
@@ -144,12 +133,12 @@ def stream(source: Source, clauses: Sequence[sa.ColumnElement[bool]], shape: Sha
             pk = row.session_pk
             for policy_id in dict.fromkeys(turn.policy_id for turn in turns.get(pk, [])):
                 if shape.policy_id in (None, policy_id):
-                    own = _credited([_trained(turn, shape) for turn in _of_policy(turns.get(pk, []), policy_id)])
+                    own = credited_turns([_trained(turn, shape) for turn in of_policy(turns.get(pk, []), policy_id)])
                     found_of = _of_session(row, own, lines.get(pk, []), updates_of.get(pk, ()), loaded[pk], shape)
                     yield from (dataclasses.replace(one, policy_id=policy_id) for one in found_of)
 
 
-def _of_policy(turns: Iterable[Turn], policy_id: int) -> list[Turn]:
+def of_policy(turns: Iterable[Turn], policy_id: int) -> list[Turn]:
     """Return the turns of a session: those of other policies than the wanted one as untrainable."""
     return [
         turn
@@ -159,13 +148,13 @@ def _of_policy(turns: Iterable[Turn], policy_id: int) -> list[Turn]:
     ]
 
 
-def _credited(turns: Sequence[Turn]) -> Sequence[Turn]:
+def credited_turns(turns: Sequence[Turn]) -> Sequence[Turn]:
     for change in extensions.credited:
         turns = change(turns)
     return turns
 
 
-def _assigned(turns: Sequence[Turn], lines: Sequence[Reward], credit: Credit, **rule: float) -> SessionCredit:
+def assigned_credit(turns: Sequence[Turn], lines: Sequence[Reward], credit: Credit, **rule: float) -> SessionCredit:
     assigned = assign_credit(turns, latest_lines(lines), credit, **rule)
     for change in extensions.assigned:
         assigned = change(turns, assigned)
@@ -180,7 +169,7 @@ def _of_session(
     loaded: Loaded,
     shape: Shape,
 ) -> Iterator[Experience]:
-    assigned = _assigned(
+    assigned = assigned_credit(
         turns,
         lines,
         shape.credit or Credit(row.credit),

@@ -93,10 +93,6 @@ def ids_from_blob(blob: bytes) -> TokenIds:
     return np.frombuffer(blob, _INT32)
 
 
-def logprobs_from_blob(blob: bytes) -> Logprobs:
-    return np.frombuffer(blob, _FLOAT32)
-
-
 def _to_blob(kind: np.dtype[Any], values: TokenIds | Logprobs) -> bytes:
     return values.astype(kind, copy=False).tobytes()
 
@@ -117,7 +113,7 @@ def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
     if kind == Parts:
         return pack_parts, unpack_parts
     if kind == Logprobs:
-        return functools.partial(_to_blob, _FLOAT32), logprobs_from_blob
+        return functools.partial(_to_blob, _FLOAT32), functools.partial(np.frombuffer, dtype=_FLOAT32)
     if typing.get_origin(kind) in (dict, list):
         return dump, json.loads
     if issubclass(kind, datetime.datetime):

@@ -37,10 +37,6 @@ class TrainerState(enum.StrEnum):
     SILENT = "silent"
     """Neither ended nor seen for a minute: it was killed, or cannot reach the database."""
 
-    @property
-    def needs_attention(self) -> bool:
-        return self in {TrainerState.BLOCKED, TrainerState.DIED, TrainerState.SILENT}
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:

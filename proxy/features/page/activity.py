@@ -11,7 +11,7 @@ import logging
 import time
 
 from proxy.engines.pool import EnginePool
-from proxy.metrics import Metrics
+from proxy.metrics import Counted, Metrics
 from proxy.writer.client import Writer
 from turnwise.errors import StoreError
 from turnwise.features.page import activity
@@ -23,6 +23,11 @@ MAX_WAITING = 1000
 """Minutes of engines that wait for a store that does not answer; the oldest are dropped."""
 SAMPLED_AT = 0.95
 """Part of each second after which it is sampled."""
+LOST_MINUTES: Counted = (
+    "turnwise_lost_engine_activity_minutes",
+    "Minutes of engines that are missing in the curve of their idle share, because the store did not answer",
+    (),
+)
 
 
 class ActivityRecorder:
@@ -32,6 +37,7 @@ class ActivityRecorder:
         self._pool = pool
         self._writer = writer
         self._metrics = metrics
+        self._lost = metrics.counter(*LOST_MINUTES)
         self._num_started: dict[str, int] = {}
         """Calls that an engine had started at the last sample, by URL."""
         self._waiting: dict[tuple[int, str], activity.Activity] = {}
@@ -71,4 +77,4 @@ class ActivityRecorder:
             self._metrics.background_errors.labels("engine_activity").inc()
             log.warning("the engines' activity could not be stored, will retry: %s", error)
             self._waiting = dict(sorted(stored.items())[-MAX_WAITING:])
-            self._metrics.lost_activity.inc(len(stored) - len(self._waiting))
+            self._lost.inc(len(stored) - len(self._waiting))

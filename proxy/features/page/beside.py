@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import ClassVar
 
-from proxy.features.page.activity import ActivityRecorder
-from proxy.features.page.readings import Events, RecentCounts
+from proxy.features.page.activity import LOST_MINUTES, ActivityRecorder
+from proxy.features.page.readings import LOST_EVENTS, Events, RecentCounts
+from proxy.metrics import Counted
 from proxy.services import Beside, Services
 
 MAX_SEARCHES = 2
@@ -14,6 +17,8 @@ MAX_SEARCHES = 2
 
 class Page(Beside):
     """Reads the store for the routes of lists, and records in which seconds engines run calls."""
+
+    counters: ClassVar[Mapping[str, Counted]] = {"lost_events": LOST_EVENTS, "lost_activity": LOST_MINUTES}
 
     def __init__(self, services: Services) -> None:
         self.counts = RecentCounts(services.database)

@@ -97,6 +97,9 @@ MAX_TENANT_LISTENERS = 25
 """Listeners of one tenant in one process, so that no tenant takes the places of the others."""
 
 
+LOST_EVENTS = ("turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events", ())
+
+
 class Event(NamedTuple):
     """A change."""
 
@@ -114,6 +117,7 @@ class Events:
         self.listeners = Places("listen to events", MAX_LISTENERS, MAX_TENANT_LISTENERS)
         self._readings: cachetools.TTLCache[str, overview.State] = cachetools.TTLCache(MAX_LISTENERS, SHARED_SECONDS)
         self._is_reading = asyncio.Lock()
+        self._lost = metrics.counter(*LOST_EVENTS)
         metrics.compute(metrics.event_listeners, self.listeners.num_taken)
 
     async def changes(self, tenant: str, closing: asyncio.Future[None]) -> AsyncIterator[list[Event]]:
@@ -133,7 +137,7 @@ class Events:
                     log.warning("changes could not be read from the store, will retry: %s", error)
                 else:
                     found = [] if known is None else list(changes_between(known, state))
-                    self._metrics.lost_events.inc(sum(event.kind == "lost" for event in found))
+                    self._lost.inc(sum(event.kind == "lost" for event in found))
                     yield found
                     known = state
                 await asyncio.wait([closing], timeout=READ_SECONDS)

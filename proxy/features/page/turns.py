@@ -24,10 +24,11 @@ from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.errors import Conflict, NotFound
 from turnwise.features.images import placed_images, read_media
+from turnwise.features.page.turns import session_credit
 from turnwise.features.summaries import why_left_out
 from turnwise.features.verify.known_tokens import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.image_urls import image_digests
-from turnwise.store import experiences, sessions, turns
+from turnwise.store import sessions, turns
 from turnwise.store import updates as stored_updates
 from turnwise.store.database import Connection
 from turnwise.store.turns import TurnView
@@ -108,7 +109,7 @@ async def get_tokens(
 
     def read(connection: Connection) -> TurnTokens:
         session_pk, path = turns.turns_to(connection, turn_id, principal.tenant)
-        credit = experiences.session_credit(connection, session_pk, path[-1].policy_id)
+        credit = session_credit(connection, session_pk, path[-1].policy_id)
         updates = stored_updates.trained_in(connection, [session_pk]).get(session_pk, [])
         advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}
         return _tokens(path, services.sessions.template, credit, advantages)

@@ -7,7 +7,7 @@ from pydantic import Field
 from proxy.routes.models import answer_model, columns, create, field, model_of, page_model
 from turnwise.features import policies
 from turnwise.features.earned import Earned
-from turnwise.store import updates
+from turnwise.features.untrained import TrainedShare
 from turnwise.types import Policy, PolicyVersion
 
 PolicyAnswer = answer_model(
@@ -58,6 +58,6 @@ PolicyPage = page_model(
         "The default policy and the tenant's own ones.",
     ),
     trained_shares=field(
-        list[updates.TrainedShare], "With `summary=true`, what was trained of the newest 200 sessions; else empty."
+        list[TrainedShare], "With `summary=true`, what was trained of the newest 200 sessions; else empty."
     ),
 )

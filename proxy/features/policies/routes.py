@@ -42,7 +42,8 @@ from proxy.services import Services, services_of
 from turnwise.errors import FilesNotRead, Forbidden, NotFound
 from turnwise.features import policies as named_policies
 from turnwise.features.earned import earned_by_version
-from turnwise.store import policies, serving, statements, updates, versions
+from turnwise.features.untrained import trained_shares
+from turnwise.store import policies, serving, statements, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyVersion
 from turnwise.version_directory import exist_on_disk, sizes_on_disk
@@ -137,7 +138,7 @@ async def list_policies(
     held = await _summaries(services, principal, named) if summary else {}
     rows = [record_json(each) | ({"summary": held[each.policy_id]} if summary else {}) for each in named]
     own = next((each.name for each in named if each.policy_id == principal.policy_id), DEFAULT_POLICY_NAME)
-    shares = await services.database.fetch(updates.trained_shares, principal.tenant) if summary else []
+    shares = await services.database.fetch(trained_shares, principal.tenant) if summary else []
     return page(listed, has_more=more, pinned_version=pinned, key_policy=own, policies=rows, trained_shares=shares)
 
 

@@ -95,7 +95,6 @@ def test_a_trainer_that_would_leave_out_nearly_all_groups_for_memory_ends_with_a
         assert overview.count_rows(connection).groups == {"ready": 10}
         (status,) = trainer_statuses(connection)
     assert status.state is TrainerState.DIED
-    assert status.state.needs_attention
 
 
 @pytest.mark.parametrize("correction", [None, "tis"])

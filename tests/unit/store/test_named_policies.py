@@ -31,6 +31,7 @@ from turnwise.features.imported import imported_groups
 from turnwise.features.page import overview
 from turnwise.features.page import updates as page_updates
 from turnwise.features.page.updates import list_updates
+from turnwise.features.untrained import trained_shares
 from turnwise.store import (
     claims,
     experiences,
@@ -192,7 +193,7 @@ def test_each_policy_of_a_group_trains_its_turns_once_whoever_comes_first(databa
         None,
     )
     with database.write() as conn:
-        of_policies = [each for each in updates.trained_shares(conn) if each.by == "policy"]
+        of_policies = [each for each in trained_shares(conn) if each.by == "policy"]
         assert [(each.name, each.num_sampled) for each in of_policies] == [("support", 10)]  # five turns of both
         of_trainers = [updates.updates_after(conn, 0, each) for each in two]
         assert [[each.update_id for each in found] for found in of_trainers] == [[2], [1]]
@@ -415,8 +416,8 @@ def test_what_was_trained_is_counted_by_agent_key_and_policy_with_the_reasons_of
         store_fill.acknowledge(conn, 1, "told")
     add_finished(database, "waits", tenant="t", agent="pi", key_id="k1")
     with database.read() as conn:
-        found = {(each.by, each.name): each for each in updates.trained_shares(conn, "t")}
-        assert {each.tenant for each in updates.trained_shares(conn)} == {"t", "u"}
+        found = {(each.by, each.name): each for each in trained_shares(conn, "t")}
+        assert {each.tenant for each in trained_shares(conn)} == {"t", "u"}
     counts = {name: (each.num_sampled, each.num_trained, each.left_out) for name, each in found.items()}
     assert counts == {
         ("agent", "codex"): (4, 2, {"not_chosen": 2}),

@@ -13,6 +13,7 @@ from support.store_fill import acknowledge
 from turnwise.errors import NotFound
 from turnwise.features import inferred, roles
 from turnwise.features.page import overview
+from turnwise.features.page.turns import session_credit
 from turnwise.store import conversations, experiences, groups, rewards, selection, turns, updates, versions
 from turnwise.store.database import Database
 from turnwise.store.selection import SessionFilter
@@ -314,7 +315,7 @@ def test_a_session_has_the_credit_of_its_own_policy(database):
     with database.write() as connection:
         rewards.add_rewards(connection, [Reward(session_id="s", step=step, value=1.0) for step in (0, 1)])
     with database.read() as connection:
-        credit = experiences.session_credit(connection, selection.session_row(connection, "default", "s").session_pk, 0)
+        credit = session_credit(connection, selection.session_row(connection, "default", "s").session_pk, 0)
     assert credit.turn_rewards == {"s-t1": 1.0, "s-t2": 1.0}
     # 1 + 0.5 * 1 = 1.5
     assert credit.turn_returns == {"s-t1": 1.5, "s-t2": 1.0}

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from turnwise.commands.place import database_option, database_url, engine_client_options, engine_urls, json_option
+from turnwise.commands.place import (
+    database_option,
+    database_url,
+    engine_client_options,
+    find_running_stack,
+    json_option,
+    load_section,
+)
 from turnwise.errors import TurnwiseError
 from turnwise.types import PolicyKind
 
@@ -42,6 +49,17 @@ def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, 
         click.echo(json.dumps(findings, indent=2))
     if any(finding["verdict"] == "fail" for finding in findings):
         sys.exit(1)
+
+
+def engine_urls(given: tuple[str, ...]) -> list[str]:
+    if given:
+        return list(given)
+    proxy = load_section("proxy")
+    running = find_running_stack()
+    if running is not None and "engine" not in proxy.model_fields_set:
+        return running.engines
+    urls: list[str] = proxy.engine  # type: ignore[attr-defined]  # the proxy declares it
+    return urls
 
 
 def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]:
