@@ -236,7 +236,7 @@ def _keys(conn: sa.Connection) -> None:
     keys.valid_key(conn, key_id)
     keys.record_use(conn, key_id)
     keys.list_keys(conn, "t")
-    keys.set_budget(conn, key_id, 9)
+    limits.set_budget(conn, key_id, 9)
     keys.revoke_key(conn, key_id, tenant="t")
     limits.add_usage(conn, {("t", key_id, 1): 5})
     limits.used_by_key(conn, "t", key_id, since_day=1)

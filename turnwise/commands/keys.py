@@ -135,10 +135,10 @@ def keys_revoke(key_id: str, place: DataPlace, *, as_json: bool) -> None:
 @json_option
 def keys_budget(key_id: str, tokens: int, database: str | None, *, as_json: bool) -> None:
     """Set the prompt and sampled tokens that a key's calls may use; running proxies follow within 5 seconds."""
-    from turnwise.store import keys as stored_keys
+    from turnwise.features import limits
 
     with opened(database_url(database), creates=False) as store, store.write() as conn:
-        changed = values_of(stored_keys.set_budget(conn, key_id, tokens))
+        changed = values_of(limits.set_budget(conn, key_id, tokens))
     print_records(changed, as_json=as_json, columns=("key_id", "tenant", "role", "name", "token_budget"))
 
 

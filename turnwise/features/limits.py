@@ -16,7 +16,8 @@ import sqlalchemy as sa
 
 from turnwise.store.database import clock
 from turnwise.store.extensions import Column, Extension, ReadColumn
-from turnwise.store.schema import metadata
+from turnwise.store.keys import Key, get_key
+from turnwise.store.schema import api_keys, metadata
 from turnwise.store.statements import insert_ignoring
 
 EPOCH = datetime.date(1970, 1, 1)
@@ -235,3 +236,10 @@ TOKENS_USED = Column(
     is_always_on=True,
 )
 EXTENSION = Extension(tables_of_tenants=(token_usage, limit_levels, limit_holders), columns=(TOKENS_USED,))
+
+
+def set_budget(conn: sa.Connection, key_id: str, token_budget: int) -> Key:
+    """Set how many prompt and sampled tokens the calls of a key may use; return the key."""
+    get_key(conn, key_id)
+    conn.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(token_budget=token_budget))
+    return get_key(conn, key_id)

@@ -216,12 +216,6 @@ def revoke_key(conn: sa.Connection, key_id: str, *, tenant: str | None = None) -
     return get_key(conn, key_id)
 
 
-def set_budget(conn: sa.Connection, key_id: str, token_budget: int) -> Key:
-    get_key(conn, key_id)
-    conn.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(token_budget=token_budget))
-    return get_key(conn, key_id)
-
-
 def server_secret(conn: sa.Connection) -> bytes:
     """Return the secret with which all proxy processes sign session keys; the first call creates it."""
     return made_once(conn, _SESSION_KEYS, _SECRET_BYTES)
