@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from support.ports import free_port
 
 from turnwise.commands.features import engines
-from turnwise.engine_plugin import REASON_FILE, mend_torchvision, tell_why_it_died
+from turnwise.engine_plugin import mend_torchvision
+from turnwise.engine_plugin.features.reasons import REASON_FILE, tell_why_it_died
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes import engine_command, served_model
 from turnwise.processes.engine_command import EngineSettings, build_command, check_startable

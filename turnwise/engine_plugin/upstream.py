@@ -53,7 +53,9 @@ PATCHES = {
     "cpu_kernels.split_prompts": Patch((f"{_LAYERS}.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",)),
     "cpu_kernels.rotate_rows": Patch((f"{_LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu",)),
     "seeds.undo_draws": Patch((f"{_RUNNER}._sample", f"{_RUNNER}._bookkeeping_sync")),
-    "load_beside_adapters": Patch(("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",)),
+    "adapters.load_beside_adapters": Patch(
+        ("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",)
+    ),
     "unread.refuse_unread": Patch(("vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights",)),
     "adapters.refuse_unplaced": Patch(("vllm.lora.model_manager:LoRAModelManager._add_adapter",)),
     "supports.return_supports": Patch(
@@ -87,7 +89,7 @@ PATCHES = {
     "images.refuse_unfit_images": Patch(
         ("vllm.multimodal.processing.context:InputProcessingContext.call_hf_processor",)
     ),
-    "tell_why_it_died": Patch(
+    "reasons.tell_why_it_died": Patch(
         (
             "vllm.v1.engine.core:EngineCoreProc._send_engine_dead",
             "vllm.v1.engine.exceptions:EngineDeadError.__init__",

@@ -3,4 +3,4 @@
 The modules are imported where the plug-in is registered: other processes read some of them without vLLM or torch.
 """
 
-FEATURES = ("cpu_kernels", "seeds", "unread", "adapters", "supports", "images")
+FEATURES = ("reasons", "cpu_kernels", "seeds", "unread", "adapters", "supports", "images")
