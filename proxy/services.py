@@ -116,10 +116,6 @@ class Process:
         """Leave the others."""
 
 
-def as_it_is(template: ChatTemplate) -> None:
-    """Render whole conversations."""
-
-
 class Features(NamedTuple):
     """What stands beside the core in a process that serves; by default nothing."""
 
@@ -138,7 +134,7 @@ class Features(NamedTuple):
     """How harnesses name their sessions."""
     describe: Describe | None = None
     """Returns what a feature keeps of each turn in memory."""
-    prepare: Callable[[ChatTemplate], None] = as_it_is
+    prepare: Callable[[ChatTemplate], None] = lambda _: None
     """Changes the template that was found, for example so that it takes less time; called in a thread."""
 
 

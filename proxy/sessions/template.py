@@ -156,7 +156,6 @@ class ChatTemplate:
         messages, replied, keep_thinking = continued.messages, continued.replied, continued.keep_thinking
         if keep_thinking:
             messages = [_without_thinking(message) for message in messages]
-            continued = continued._replace(messages=messages)
         render = functools.partial(self.render, tools=continued.tools, arguments=continued.arguments)
         whole = render(messages, generate=True)
         closing = self.after_reply(continued._replace(messages=messages[: replied + 1]), generate=False)

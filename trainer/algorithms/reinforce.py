@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.grpo import GRPO, PolicyGradient
-from trainer.batch.advantages import PastValues, SingleValue, bucket_for, by_bucket, compared, named_values, whiten
+from trainer.batch.advantages import PastValues, SingleValue, bucket_for, by_bucket, compared, value_of, whiten
 from trainer.batch.batch import Aggregation
 from trainer.batch.ratios import TrainedTokens
 from trainer.batch.selection import Selection
@@ -99,7 +99,11 @@ class GDPO(GRPO):
         ]
 
     def single_values(self, offer: Selection) -> list[SingleValue]:
-        return named_values(offer.offered, offer.kind_pattern)
+        rows: dict[SingleValue, None] = {}
+        for experience in (one for one in offer.offered if one.is_single):
+            named = experience.named_rewards.items()
+            rows |= {value_of(experience, f"reward {name}", value, offer.kind_pattern): None for name, value in named}
+        return list(rows)
 
 
 def dr_grpo(values: Floats) -> Floats:

@@ -289,18 +289,10 @@ def single_values(experiences: Sequence[Chain], kind_pattern: str | None) -> lis
     for experience in (one for one in experiences if one.is_single):
         if experience.is_by_step:
             steps = zip(experience.turn_steps, experience.turn_returns, strict=True)
-            by_turn += [_row(experience, step, value, kind_pattern) for step, value in steps]
+            by_turn += [value_of(experience, step, value, kind_pattern) for step, value in steps]
         else:
-            rows[_row(experience, WHOLE, experience.reward, kind_pattern)] = None
+            rows[value_of(experience, WHOLE, experience.reward, kind_pattern)] = None
     return [*rows, *by_turn]
-
-
-def named_values(experiences: Sequence[Chain], kind_pattern: str | None) -> list[SingleValue]:
-    rows: dict[SingleValue, None] = {}
-    for experience in (one for one in experiences if one.is_single):
-        named = experience.named_rewards.items()
-        rows |= {_row(experience, f"reward {name}", value, kind_pattern): None for name, value in named}
-    return list(rows)
 
 
 def uniform_groups(experiences: Sequence[Chain], advantages: Sequence[Floats]) -> set[GroupKey]:
@@ -308,6 +300,6 @@ def uniform_groups(experiences: Sequence[Chain], advantages: Sequence[Floats]) -
     return {experience.group_key for experience in experiences} - telling
 
 
-def _row(experience: Chain, part: int | str, value: float, kind_pattern: str | None) -> SingleValue:
+def value_of(experience: Chain, part: int | str, value: float, kind_pattern: str | None) -> SingleValue:
     bucket = bucket_of(experience, str(part), kind_pattern)
     return SingleValue(*bucket, name_digest(experience.session_key), float(value))
