@@ -193,38 +193,3 @@ def test_no_context_of_scripted_conversations_is_said_to_go_on_from_a_summary_th
     played = [wrong(shared_proxy, seed) for seed in range(num)]
     assert [each for found, _ in played for each in found] == []
     assert sum(compactions for _, compactions in played) >= 2 * num
-
-
-def test_both_sides_of_a_compaction_are_exact(shared_proxy):
-    """Each sampled token carries loss once: the summary's at the end of the chain that it sums up, as it was sampled.
-
-    The context after it repeats a reply among messages that the harness made, so its prompt is tokenised again.
-    """
-    harness = Harness(shared_proxy, -1)
-    start = [SYSTEM, user("Mend the parser.")]
-    first, said = Reply(text="I read the parser and its tests before I change it."), harness.text(40)
-    replied = [*start, {"role": "assistant", "content": first.text}]
-    turns = [
-        harness.call(start, first),
-        harness.call([*replied, user(PROMPTS[0])], Reply(text=said)),
-        harness.call([SYSTEM, user(f"So far: {said}"), replied[-1], user("Go on.")], Reply(text="Mended.")),
-    ]
-    v1 = shared_proxy.proxy.v1
-    httpx2.post(f"{v1}/sessions/{harness.session_id}/end", json={"reward": 1.0}).raise_for_status()
-    stored = httpx2.get(f"{v1}/sessions/{harness.session_id}/turns").json()["data"]
-    assert [(each["turn_id"], each["role"], each["outcome"]) for each in stored] == list(
-        zip(turns, ("main", "summary", "main"), ("exact", "exact", "retokenised"), strict=True)
-    )
-    assert stored[1]["parent_turn_id"] == turns[0]
-    assert stored[2]["continues_summary"] == [turns[1]]
-    wanted = {"session_id": harness.session_id, "merge": "chain"}
-    lines = httpx2.get(f"{v1}/experiences", params=wanted).raise_for_status().text.splitlines()
-    long, after = map(json.loads, lines)
-    assert (long["turn_ids"], after["turn_ids"]) == (turns[:2], turns[2:])
-    for chain, own in ((long, stored[:2]), (after, stored[2:])):
-        trained = [
-            token
-            for token, is_trained in zip(chain["tokens"][chain["prompt_length"] :], chain["loss_mask"], strict=True)
-            if is_trained
-        ]
-        assert trained == [token for turn in own for token in turn["token_ids"]]

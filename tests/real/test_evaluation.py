@@ -2,19 +2,17 @@
 
 import json
 import sys
-import threading
 
 import pytest
 from support.control_plane import ask, publish
 from support.ledger_samples import groups_by_status
-from support.proxies import RunningProxy, wait_until_gone
+from support.proxies import RunningProxy
 from support.tiny_checkpoints import write_weights
-from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import Ledger
 from trainer.features import Settings
 from trainer.features.evaluation import Evaluator
-from turnwise.store import keys, serving, versions
+from turnwise.store import keys, versions
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -105,34 +103,6 @@ def test_a_command_that_fails_is_reported_and_gives_no_evaluation(proxy, databas
     version = publish(proxy, write_weights(tmp_path / "v1"))
     assert running(database, "raise SystemExit(3)").evaluate(version) == {}
     assert "exited with status 3" in caplog.text
-
-
-BRINGS_A_CHILD = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(sys.argv[1], "w").write(str(child.pid))
-child.wait()
-"""
-"""A command whose work is done by another process, as with `turnwise run`."""
-
-
-@pytest.mark.parametrize("ended_by", ["time limit", "stop"])
-def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path, caplog, ended_by):
-    pid_file = tmp_path / "pid"
-    evaluation = running(database, BRINGS_A_CHILD, str(pid_file))
-    with database.write() as connection:
-        versions.publish_version(connection, PolicyVersion(version=1, path="v1"))
-        serving.fail_version(connection, 1, "so that nobody waits for it")
-    playing = threading.Thread(target=evaluation.evaluate, args=(1,))
-    playing.start()
-    wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the command has started its child")
-    if ended_by == "stop":
-        evaluation._process.stop()
-    else:
-        evaluation._settings = evaluation._settings.model_copy(update={"evaluation_seconds": 0.0})
-    playing.join(WAIT_SECONDS)
-    wait_until_gone(int(pid_file.read_text()))
-    assert ("the trainer stops" if ended_by == "stop" else "evaluation_seconds") in caplog.text
 
 
 PRINTS_ENVIRONMENT = """

@@ -109,15 +109,6 @@ async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: 
     assert await answer_of(retries, other) is None
 
 
-async def test_an_idempotency_key_gets_the_same_answer_each_time():
-    """Whether or not it was delivered; a failed call is sampled again."""
-    retries = retries_of(10_000)
-    await answered(retries, asked(key="k"), None)
-    assert await answer_of(retries, asked(key="k")) is None
-    await answered(retries, asked(key="k"), b"answer")
-    assert [await answer_of(retries, asked(key="k")) for _ in range(2)] == [b"answer", b"answer"]
-
-
 async def test_an_idempotency_key_with_another_request_is_refused():
     """It is also refused while the first call is running."""
     retries = retries_of(10_000)

@@ -127,6 +127,13 @@ def test_model_calls_are_open_to_the_roles_that_may_call(world, role):
     assert theirs["num_turns"] == 1  # no call of this tenant is in it
 
 
+def test_a_session_key_cannot_name_another_session_in_a_header_or_by_a_turn_of_it(world):
+    line = {"turn_id": world.turns["mine", "mine-other"], "value": 1.0}
+    assert world.ask("POST", "/v1/rewards", world.keys["mine", "session_reward"], line).status_code == 404
+    headers = {"authorization": f"Bearer {world.keys['mine', 'session']}", "x-session-id": "mine-other"}
+    assert world.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 403
+
+
 BAD_BODIES = (
     b"{",
     b'{"value": NaN}',

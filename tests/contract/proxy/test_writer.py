@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -109,19 +108,6 @@ def locked(tmp_path):
         holder.execute("BEGIN IMMEDIATE")
         yield database, f"sqlite:///{path}", holder
     database.close()
-
-
-def test_a_job_waits_for_a_locked_store(locked):
-    database, url, holder = locked
-
-    async def run() -> list[bool]:
-        async with writing(url) as writer:
-            calls = [asyncio.ensure_future(writer.append([turn(f"t{number}")])) for number in range(3)]
-            threading.Timer(0.3, holder.rollback).start()
-            return await asyncio.gather(*calls)
-
-    assert len(asyncio.run(run())) == 3
-    assert len(stored(database)) == 3
 
 
 async def test_a_turn_that_could_not_be_stored_is_reported_until_another_one_is(locked, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_finished, sampled_by
+from support.proxies import wait_until_gone
 from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.claims.ledger import Ledger
@@ -19,7 +20,13 @@ from turnwise.store import serving, versions
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyVersion, Split
 
-PLAYS_FOR_EVER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+PLAYS_FOR_EVER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(child.pid))
+child.wait()
+"""
+"""A command whose work is done by another process, as with `turnwise run`."""
 CAUSES_AN_OUTAGE_OF_VERSION_5 = """
 import os, pathlib, sys
 if os.environ["TURNWISE_POLICY_VERSION"] == "5":
@@ -47,18 +54,20 @@ def publish(database: Database, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("ended_by", ["stop", "time limit"])
-def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger, tmp_path, ended_by):
+def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version_and_leaves_no_process_behind(
+    ledger, tmp_path, caplog, ended_by
+):
     """A mean over few sessions is often the highest one, and `keep_best` would keep its version."""
     publish(ledger, 5)
-    started = tmp_path / "started"
-    settings = Settings(evaluation_command=(sys.executable, "-c", PLAYS_FOR_EVER, str(started)))
+    pid_file = tmp_path / "pid"
+    settings = Settings(evaluation_command=(sys.executable, "-c", PLAYS_FOR_EVER, str(pid_file)))
     held = Ledger(ledger, settings)
     evaluation = Evaluator(held, settings)
     found: list[Json] = []
     playing = threading.Thread(target=lambda: found.append(evaluation.evaluate(5)))
     playing.start()
     try:
-        wait_until(started.exists, "the command runs")
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the command has started its child")
         add_finished(ledger, "s5", split=Split.EVAL, of_turns=sampled_by(5))
         if ended_by == "time limit":
             evaluation._settings = settings.model_copy(update={"evaluation_seconds": 0.0})
@@ -66,6 +75,8 @@ def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger,
     finally:
         held.stop()
     playing.join(WAIT_SECONDS)
+    wait_until_gone(int(pid_file.read_text()))
+    assert ("the trainer stops" if ended_by == "stop" else "evaluation_seconds") in caplog.text
     if ended_by == "stop":
         assert found == [{}]
     else:

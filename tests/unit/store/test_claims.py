@@ -89,14 +89,6 @@ def test_a_late_ack_is_accepted_while_no_other_trainer_has_claimed_the_group(dat
     assert ack(database, claimed, update())
 
 
-def test_a_renewed_lease_does_not_expire(database):
-    add_ready(database, "a")
-    claimed = claim(database, now=NOW)
-    claims.renew(database, claimed, 120, now=NOW)
-    assert leased_until(database) == NOW + 2 * MINUTE
-    assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE) is None
-
-
 def test_what_a_trainer_holds_is_not_claimed_counted_or_dropped_for_it_after_its_lease(database):
     """As after a stop of the process, or a jump of the database's clock. Another trainer may claim it."""
     add_ready(database, "a", "b")

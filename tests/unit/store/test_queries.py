@@ -111,14 +111,6 @@ def test_the_newest_session_that_continues_an_id_ends_an_unbroken_row(database):
     assert found == [12, 2, 1]
 
 
-def test_a_turn_is_found_by_the_key_of_its_request(connection):
-    found = turns.find_turn(connection, "default", "s", request_key="key")
-    assert found.turn_id == "t4"
-    assert turns.find_turn(connection, "default", "s", request_key="other") is None
-    assert selection.sessions_of_turns(connection, "default", ["t4", "t9"]) == {"t4": "s"}
-    assert selection.sessions_of_turns(connection, "other", ["t4"]) == {}
-
-
 def test_a_name_finds_the_session_of_its_tenant_alone(database):
     """Another tenant's session of the same name has a call with a key, a reward, and an update that trained it."""
     add_session(database, "s")
@@ -213,18 +205,6 @@ def test_an_experience_per_chain_carries_each_turns_return(forest):
     assert branch.turn_ids == ("t3",)
     assert branch.loss_mask.tolist() == [False] * 6 + [True] * 2
     assert branch.turn_returns.tolist() == [2]
-
-
-def test_the_dry_run_computes_experiences_with_another_credit_policy(forest):
-    finish(forest, value=3)
-    with forest.read() as connection:
-        own = [one.turn_rewards.tolist() for one in experiences.experiences(connection, SessionFilter())]
-        dry = [
-            one.turn_rewards.tolist()
-            for one in experiences.experiences(connection, SessionFilter(), experiences.Shape(credit=Credit.STEP_WISE))
-        ]
-    assert own == [[3], [3], [3], [3]]
-    assert dry == [[0], [0], [0], [3]]
 
 
 def test_experience_arrays_are_the_readers_own(forest):
