@@ -14,6 +14,7 @@ does not contain it, under a new number; one whose directory was not written fai
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -85,7 +86,8 @@ class State:
 
     def values(self) -> dict[str, Any]:
         heads, progress = [head.name for head in self._trained_heads()], dataclasses.asdict(self.progress)
-        return {"progress": progress, "metrics": self.metrics, "heads": heads, **self.of_batches()}
+        metrics = json.loads(json.dumps(self.metrics))  # torch would not load numpy's numbers again
+        return {"progress": progress, "metrics": metrics, "heads": heads, **self.of_batches()}
 
     def of_batches(self) -> Json:
         """Return what batches change also if they make no version."""

@@ -13,7 +13,8 @@ def test_a_version_that_certainly_earns_less_is_kept_and_not_served(tmp_path, mo
     Rollouts(ledger, load_model(model), num_turns=1).play("a", num_groups=40)
     held_out = Rollouts(ledger, load_model(model), split=Split.EVAL, num_turns=1, is_flipped=is_flipped)
     held_out.play("held-out", num_groups=60, seed=1)
-    state = train(settings_for(tmp_path, model, total_batches=1, groups_per_batch=40, estimate_sessions=240))
+    settings = settings_for(tmp_path, model, total_batches=1, groups_per_batch=40, estimate_sessions=240)
+    state = train(settings)
     with ledger.read() as conn:
         (version, _), _ = versions.list_versions(conn)
     estimated = version.metrics["estimate"]
@@ -27,3 +28,4 @@ def test_a_version_that_certainly_earns_less_is_kept_and_not_served(tmp_path, mo
     else:
         assert estimated["low"] > 0
         assert version.status is PolicyStatus.PUBLISHED
+        assert train(settings).metrics["estimate"] == estimated | {"seconds": state.metrics["estimate"]["seconds"]}

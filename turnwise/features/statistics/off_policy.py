@@ -141,7 +141,7 @@ def _paired(
     error = float(np.sqrt(np.square(parts).sum())) / (num + len(ghosts))
     margin = confidence.margin(error, num, len(parts) - len(ghosts) - 1)
     low, high = (margin + unlogged * abs(estimate + rewards.mean() - bound) for bound in bounds)
-    return Interval(estimate, estimate - low, estimate + high, error, num)
+    return Interval(estimate, float(estimate - low), float(estimate + high), error, num)
 
 
 def _influence(logs: Reals, rewards: Reals) -> tuple[float, Reals]:
