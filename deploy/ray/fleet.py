@@ -113,8 +113,12 @@ def train(hosts: int, cpus: float, gpus: int, per_host: int, wait_seconds: float
     host, port = ray.get(first.remote())
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts)]
     torchrun += ["--nproc-per-node", str(per_host), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
-    torchrun += ["--max-restarts", "3", *command]
-    running = [run.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=each).remote(torchrun) for each in places]
+    torchrun += ["--max-restarts", "3"]
+    running = []
+    for number, place in enumerate(places):
+        # torchrun itself finds no host for its store where a node's own name resolves to loopback, as on Debian.
+        asked = [*torchrun, "--rdzv-conf", f"is_host={int(number == 0)}", *command]
+        running.append(run.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote(asked))
     try:
         while running:
             (ended,), running = ray.wait(running)

@@ -1,4 +1,4 @@
-"""deploy/ray: engines, a trainer's hosts and rollouts on a Ray cluster of two nodes, which are two raylets here."""
+"""deploy/ray: engines, trainers of several hosts and rollouts on a Ray cluster of two nodes, two raylets here."""
 
 import contextlib
 import importlib.util
@@ -16,8 +16,10 @@ import openai
 import pytest
 from support.migrated import migrated
 from support.ports import free_port
+from support.trainer_ledger import write_settings
 from support.waiting import wait_until
 
+from turnwise.client import Client
 from turnwise.processes.guard import guarded
 
 FLEET = Path(__file__).resolve().parents[2] / "deploy" / "ray" / "fleet.py"
@@ -26,6 +28,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.low
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
 }
 
 pytestmark = [
@@ -181,6 +184,72 @@ def test_engines_come_back_trainers_meet_and_rollouts_are_played_on_two_nodes(cl
             for line in (directory / "out" / part / "results.jsonl").read_text().splitlines()
         ]
         assert sorted(played) == ["t0", "t1", "t2", "t3"]
+
+
+@pytest.mark.engine
+def test_a_vllm_on_one_node_serves_what_turnwise_train_has_trained_on_both(cluster, small_model_dir):
+    """What is served is what both hosts made together: a version that every turn afterwards names."""
+    directory, fleet = cluster
+    file, url = directory / "vllm.json", f"http://127.0.0.1:{free_port()}"
+    turnwise = [sys.executable, "-m", "turnwise"]
+    vllm = [
+        "engine",
+        "--model",
+        str(small_model_dir),
+        "--served-model-name",
+        "small",
+        "--device",
+        "cpu",
+        "--allow-remote",
+    ]
+    start = [*fleet, "engines", "--number", "1", "--cpus", "0.5", "--file", str(file), "--", *turnwise, *vllm]
+    database = migrated(f"sqlite:///{directory}/ledger.db")
+    proxy = ["proxy", "--port", url.rpartition(":")[2], "--database", database, "--engines", f"file://{file}"]
+    config = write_settings(
+        directory / "train.toml",
+        directory,
+        small_model_dir,
+        row_tokens=256,
+        groups_per_batch=2,
+        total_batches=1,
+        weight_transfer=False,
+    )
+    train = ["train", "--hosts", "2", "--cpus", "0.5", "--", "-m", "turnwise", "train", "--config", str(config)]
+    with contextlib.ExitStack() as parts:
+        engines = parts.enter_context(running(directory, "vllm", *start, "--host", "{host}", "--port", "{port}"))
+        wait_until(lambda: engines() is not None and file.exists(), "vLLM is named")
+        proxies = parts.enter_context(running(directory, "vllm-proxy", *turnwise, *proxy))
+        client = parts.enter_context(Client(url, max_retries=100))
+        http = parts.enter_context(httpx2.Client(base_url=url, timeout=300.0, trust_env=False))
+        wait_until(lambda: proxies() is not None and _is_up(http), "the proxy serves")
+        for number in range(8):
+            group = f"g{number // 4}"
+            session = client.create_session(task_id=group, group_id=group, group_size=4)
+            play(session, group)
+            session.end(reward=float(number % 2))
+        done = subprocess.run(
+            [*fleet, *train, "--multi-devices"],
+            check=False,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            cwd=directory,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        wait_until(
+            lambda: [each["version"] for each in client.policies() if each["status"] == "active"] == [1],
+            "vLLM serves what was trained",
+        )
+        session = client.create_session()
+        play(session, "afterwards")
+        assert [turn["policy_version_first"] for turn in session.turns()] == [1]
+        (update,) = client.updates()
+        assert (update["num_groups"], update["num_sessions"]) == (2, 8)
+
+
+def play(session, text):
+    asked = {"model": "small", "messages": [{"role": "user", "content": f"Which city, {text}?"}]}
+    session.openai().chat.completions.create(**asked, max_completion_tokens=8, extra_body={"ignore_eos": True})
 
 
 def _is_up(http):
