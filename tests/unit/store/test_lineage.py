@@ -119,17 +119,6 @@ def test_a_tenant_is_told_of_no_policy_of_another_one_that_its_sessions_shaped(d
     assert [each.policy for each in shaped.shaped_policies(database, roots)] == ["default", "theirs"]
 
 
-def test_a_version_that_no_trainer_noted_comes_from_the_one_before_it(database, train):
-    """As a version of a database that was brought over from a commit before 0.2."""
-    add_session(database, "s")
-    train(1, 0, "s")
-    with database.write() as conn:
-        versions.publish_version(conn, PolicyVersion(version=2, path="/v2", kind=PolicyKind.LORA, update_id=2))
-        versions.publish_version(conn, PolicyVersion(version=3, path="/v3", kind=PolicyKind.LORA))
-        assert lineage.parents(conn) == {0: None, 1: 0, 2: 1, 3: None}
-        assert not lineage.lineage(conn, None, "default@3").is_complete
-
-
 def test_a_manifest_names_its_parent_and_its_data_and_no_other_database_signed_it(database, train, tmp_path):
     add_session(database, "s")
     train(1, 0)
