@@ -43,7 +43,10 @@ from turnwise.types import Json, PolicyStatus, PolicyVersion, Split
 
 LOGGED = (3, 8)
 """Updates after which sessions are logged."""
-GAPS = (1, 3, 10)
+NEXT = range(1, 6)
+"""Updates later, among which the best version is chosen."""
+GAPS = (*NEXT, 10)
+"""Updates between the version that sampled and the one that is estimated."""
 NUM_VERSIONS = max(LOGGED) + max(GAPS)
 NUM_LOGGED = 1000
 NUM_TRUTH = 256
@@ -175,9 +178,7 @@ def _measured(run: Measured, seed: int) -> Json:
     logged: dict[int, list[str]] = {}
     hot: dict[int, list[str]] = {}
     truth: dict[int, list[str]] = {}
-    wanted = {update + gap for update in LOGGED for gap in (0, *GAPS)} | {
-        update + gap for update in LOGGED for gap in range(1, 6)
-    }
+    wanted = {update + gap for update in LOGGED for gap in (0, *GAPS)}
     run.play_groups()
     for update in range(1, NUM_VERSIONS + 1):
         found = run.learn_once()
@@ -214,7 +215,7 @@ def _samples(
     for update, ids in logged.items():
         chains = run.chains(ids, is_recorded=is_recorded)
         was = None if is_recorded else run.logprobs(numbers[update], chains)
-        for gap in sorted({*GAPS, *range(1, 6)}):
+        for gap in GAPS:
             new = run.logprobs(numbers[update + gap], chains)
             old = (
                 {name: columns[3] for name, columns in new.items()}
@@ -353,7 +354,7 @@ def best_of_five(found: Sequence[Json]) -> str:
     for draw in range(NUM_DRAWS):
         of_seed, update = cases[draw % len(cases)]
         chosen = generator.choice(NUM_LOGGED, NUM_ESTIMATED, replace=False)
-        truths = {gap: played(of_seed, update, gap).change for gap in range(1, 6)}
+        truths = {gap: played(of_seed, update, gap).change for gap in NEXT}
         said = {gap: estimated(of_seed["samples"][f"{update}+{gap}"], chosen).interval for gap in truths}
         means = {gap: interval.mean for gap, interval in said.items() if interval is not None}
         if not means:
