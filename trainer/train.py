@@ -114,7 +114,7 @@ class Training:
         Raises:
             BadCheckpoint: The ledger names a version whose state is not on disk.
             SettingsError: A setting changed that cannot change within a run, or the directory of the versions belongs
-                to another trainer or run, or is not the same one for all processes.
+                to another trainer or run.
         """
         world = self.learner.world
         if world.is_first:
@@ -126,7 +126,8 @@ class Training:
         if world.is_first:
             self.checkpoints.discard_after(max(self.claims.newest_version(), last.policy_version if last else 0))
             self.claims.open(base_version(self.settings.model), state.progress.policy_version)
-        probe = read_manifest(self.states.policy_directory(state.progress.policy_version)).get("probe")
+        present = self.states.policy_directory(state.progress.policy_version)
+        probe = world.from_first(lambda: read_manifest(present).get("probe"))
         self.commits.start(state.progress.policy_version, probe)
         self.learner.find_room(is_new=last is None)
         for each in self.beside:

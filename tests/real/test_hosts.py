@@ -35,8 +35,10 @@ import sys
 from pathlib import Path
 from trainer.main import run
 from trainer.features import Settings, heartbeats
+from trainer.publish import checkpoint
 from turnwise.settings import load_settings
 heartbeats.SILENT_SECONDS = float(sys.argv[2])
+checkpoint.SHARED_SECONDS = 1.0
 sys.exit(run(load_settings(Settings, config=Path(sys.argv[1]), section="trainer", overrides={})))
 """
 
@@ -182,19 +184,12 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_a_cut
     two = HOSTS[:2]
     run.play("first")
     named = {"GLOO_SOCKET_IFNAME": CABLE}
-    apart = run.configs("policies-{}", two)
-    with machines.training(apart) as running:
+    together = run.configs("policies", two)
+    with machines.training(together) as running:
         assert running["host-b"].wait(WAIT_SECONDS) != 0
     assert "the host name 'host-b' resolves to 127.0.1.1" in machines.log("host-b")
     assert "set GLOO_SOCKET_IFNAME" in machines.log("host-b")
 
-    with machines.training(apart, **named) as running:
-        assert [running[host].wait(WAIT_SECONDS) != 0 for host in two] == [True, True]
-    assert "is not the one of the first process on 'host-a': all machines of a trainer need one" in machines.log(
-        "host-a"
-    )
-
-    together = run.configs("policies", two)
     with machines.training(together, **named) as running:
         wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged")
         machines.kill("host-b")
@@ -225,6 +220,33 @@ def test_two_machines_say_what_they_lack_then_train_and_go_on_after_a_kill_a_cut
     with run.db.read() as conn:
         assert overview.count_rows(conn).groups == {"trained": 8}
         assert [record.update_id for record in list_updates(conn)[0]] == [4, 3, 2, 1]
+    run.db.close()
+
+
+@pytest.mark.slow
+def test_machines_with_directories_of_their_own_train_and_go_on_after_a_kill_as_three_and_with_a_shared_one(
+    tmp_path, machines
+):
+    """The first one's directory holds everything, and nothing is written on the others."""
+    run = Run(tmp_path)
+    run.play("first")
+    named = {"GLOO_SOCKET_IFNAME": CABLE}
+    with machines.training(run.configs("policies-{}", HOSTS[:2]), **named) as running:
+        wait_until(lambda: run.num_batches() == 1, "the first batch is acknowledged")
+        machines.kill("host-b")
+        run.play("second")
+        assert running["host-a"].wait(WAIT_SECONDS) != 0
+    assert "of process 1 on 'host-b' is not the one of the first process on 'host-a', which keeps" in machines.log(
+        "host-a"
+    )
+
+    for batch, (policies, hosts) in enumerate([("policies-{}", HOSTS), ("policies-host-a", HOSTS[:2])], start=2):
+        run.play(f"of batch {batch}")
+        with machines.training(run.configs(policies, hosts, total_batches=batch), **named) as running:
+            assert [running[host].wait(WAIT_SECONDS) for host in hosts] == [0] * len(hosts), machines.log("host-a")
+    with run.db.read() as conn:
+        assert overview.count_rows(conn).groups == {"trained": 6, "ready": 2}
+    assert sorted(place.name for place in tmp_path.glob("policies*")) == ["policies-host-a"]
     run.db.close()
 
 

@@ -19,6 +19,7 @@ from trainer.features.devices import Processes, Sharded
 from trainer.model import model
 from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.model import Policy
+from trainer.publish import checkpoint
 from trainer.publish.checkpoint import Checkpoints
 from trainer.versions.state import State
 from trainer.workflows import OnPolicyWorkflow
@@ -31,10 +32,13 @@ def resume_and_train(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Resume after `start` optimizer steps, train until step `stop`, and write the state; 0 is a new run.
 
+    A `{}` in the directory's name is the number of the process, which has a directory of its own then.
+
     Returns:
         Weights and moments as they were read, and as they were written.
     """
     torch.set_num_threads(1)
+    checkpoint.SHARED_SECONDS = 0.0  # a directory that is not there now never is
     policy = Policy(Settings(**{"device": "cpu", **spec}))
     agent = PolicyAgent(policy, Settings(row_tokens=64, max_logprob_gap=100.0))
     if is_sharded:
@@ -43,18 +47,21 @@ def resume_and_train(
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     schedule = Schedule(optimizer, Settings())
     state = State(progress=RunProgress(seed=0), policy=policy, optimizer=optimizer, schedule=schedule)
-    checkpoints = Checkpoints(directory, keep=9)
+    checkpoints = Checkpoints(Path(str(directory).format(agent.world.rank)), keep=9)
+    if agent.world.is_first:
+        checkpoints.open()
+    agent.world.check_shared(checkpoints.directory)
     if start:
-        group = agent.world.control_group
-        state = state.restored(
-            checkpoints.read_state(start), lambda tensors: checkpoints.read_tensors(start, tensors, group)
-        )
+        saved = agent.world.from_first(lambda: checkpoints.read_state(start))
+        state = state.restored(saved, lambda tensors: checkpoints.read_tensors(start, tensors, agent.world))
     read = whole_tensors(state)
     batch = batch_of(sessions())
     for _ in range(start, stop):
         agent.gradient(optimizer, batch, range(len(batch.experiences)))
         agent.step(optimizer)
-    checkpoints.write_state(stop, state.values(), state.tensors(), agent.world.background_group)
+    written = agent.world.to_write(state.tensors())
+    checkpoints.write_state(stop, state.values(), written, agent.world.background_group)
+    checkpoints.close()
     return read, whole_tensors(state)
 
 
@@ -88,8 +95,8 @@ def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> in
         schedule=Schedule(optimizer, Settings()),
     )
     checkpoints = Checkpoints(directory, keep=9)
-    group = agent.world.control_group
-    state.restored(checkpoints.read_state(version), lambda found: checkpoints.read_tensors(version, found, group))
+    world = agent.world
+    state.restored(checkpoints.read_state(version), lambda found: checkpoints.read_tensors(version, found, world))
     moments = [value for of in optimizer.state.values() for name, value in of.items() if name != "step"]
     return sum(value.to_local().numel() for value in [*policy.parameters(), *moments])
 
@@ -117,8 +124,14 @@ def refuse_routing(directory: Path, good: list[Any], bad: Any) -> tuple[str | No
 
 
 def train_ledger(settings: Settings, longest_row: int | None = None) -> int:
-    """Train a ledger; return the number of batches. In one process longer rows do not fit into memory."""
+    """Train a ledger; return the number of batches. In one process longer rows do not fit into memory.
+
+    A `{}` in the name of the versions' directory is the number of the process, which has one of its own then.
+    """
     torch.set_num_threads(1)
+    checkpoint.SHARED_SECONDS = 0.0
+    own = Path(str(settings.policies_dir).format(dist.get_rank()))
+    settings = settings.model_copy(update={"policies_dir": own})
     if longest_row is not None:
         model.check_repeatable = model.measured_alone = lambda *_: None  # their rows are not those that the test bounds
         if dist.get_rank() == FAILING_RANK:

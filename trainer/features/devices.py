@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import logging
 import secrets
 import socket
 import sys
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.features.critic import NO_SHARDED_CRITIC
 from trainer.features.heartbeats import watch
 from trainer.features.optimizers import state_of
+from trainer.features.own_directories import fill_from_first, gathered
 from trainer.model.loading import (
     PACKED,
     WHOLE_MODEL,
@@ -40,7 +42,7 @@ from trainer.model.loading import (
     trainable_config,
 )
 from trainer.model.model import Policy, Whole
-from trainer.publish.checkpoint import SHARE, comes_true, writing
+from trainer.publish.checkpoint import comes_true, writing
 from trainer.settings import TrainerSettings
 from trainer.world import World
 from turnwise.errors import SettingsError
@@ -49,6 +51,7 @@ from turnwise.settings import Settings, child_environment
 from turnwise.types import PolicyKind
 
 Item = TypeVar("Item")
+log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT = timedelta(days=365)
 """How long a process waits for what another one shares. NCCL's own limit is ten minutes, which rollouts may exceed;
@@ -72,6 +75,9 @@ class DevicesSettings(Settings):
 class Processes(World):
     """This process among those that `torchrun` started."""
 
+    is_apart = False
+    """Whether some have a directory of their own, so that the first one alone keeps versions and states."""
+
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
@@ -94,10 +100,9 @@ class Processes(World):
         return found
 
     def check_shared(self, directory: Path) -> None:
-        """Check that all processes see one directory, which the first one has opened.
+        """Find out whether all processes see one directory, which the first one has opened.
 
         Raises:
-            SettingsError: Some do not; in all processes.
             NotWritten: The first one cannot write there.
         """
         if self.size == 1:
@@ -121,10 +126,23 @@ class Processes(World):
         found = self.gather((socket.gethostname(), comes_true(is_seen)))
         strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
         if strange:
-            raise SettingsError(
-                f"policies_dir {str(directory)!r} of process {', '.join(strange)} is not the one of the first process "
-                f"on {found[0][0]!r}: {SHARE}"
+            self.is_apart, self.background_group = True, None
+            log.warning(
+                "policies_dir %r of process %s is not the one of the first process on %r, which keeps all versions and "
+                "states alone: each state is gathered whole in its memory, written and read there",
+                str(directory),
+                ", ".join(strange),
+                found[0][0],
             )
+
+    def to_write(self, tensors: dict[str, Any]) -> Any:
+        return gathered(self, tensors) if self.is_apart else super().to_write(tensors)
+
+    def fill(self, tensors: dict[str, Any], read: Callable[[dict[str, Any], Any], None]) -> None:
+        if self.is_apart:
+            fill_from_first(self, tensors, read)
+        else:
+            super().fill(tensors, read)
 
     def own(self, rows: Sequence[Item], cost: Callable[[Item], float]) -> list[tuple[Item, bool]]:
         """Return the rows of this process.
@@ -267,11 +285,13 @@ class Sharded(Whole):
     def __init__(self, axis: str = "data") -> None:
         """`axis` names the mesh's dimension of shards."""
         self._axis = axis
+        self._world: World | None = None
         self.syncs_every_row = False
         """Whether the processes add up their gradients after each row, which takes less memory; else after the last."""
 
     def world(self) -> World:
-        return Processes()
+        self._world = self._world or Processes()
+        return self._world
 
     def load(self, policy: Policy, seed: int, *, with_weights: bool) -> nn.Module:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

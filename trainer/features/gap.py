@@ -26,7 +26,8 @@ from trainer.claims.ledger import Ledger
 from trainer.model.agent import PolicyAgent
 from trainer.model.loading import bad_checkpoint, load_model
 from trainer.model.model import Policy
-from trainer.publish.checkpoint import Checkpoints, copied
+from trainer.publish.checkpoint import Checkpoints
+from trainer.world import copied
 from turnwise.errors import BadCheckpoint, EngineDisagrees
 from turnwise.settings import Settings
 from turnwise.types import GroupKey, Json, PolicyKind
@@ -227,7 +228,7 @@ class GapCheck(Beside[GapSettings]):
                 _load_base(policy)
             else:
                 other = policy.shards()
-                self._checkpoints.read_tensors(version, {"model": other}, self._learner.world.control_group)
+                self._checkpoints.read_tensors(version, {"model": other}, self._learner.world)
                 policy.load_shards(other)
             yield
         finally:

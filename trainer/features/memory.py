@@ -41,7 +41,7 @@ RECOMPUTED = "from now on activations are recomputed, as gradient_checkpointing=
 SHORTEST_ROW = 16
 
 FILE = "memory_limits.json"
-"""In `policies_dir`. Delete it after a change of hardware or settings that leaves more memory."""
+"""In `policies_dir` of the process that failed. Delete it after a change that leaves more memory."""
 OUT_OF_MEMORY = "out_of_memory"
 STATE_BYTES = 16
 """A trained parameter has a weight, a gradient and two moments in float32."""
@@ -114,9 +114,21 @@ def read_limits(directory: Path) -> MemoryLimits:
     return limits
 
 
-def note_out_of_memory(directory: Path, error: OutOfMemory, *, is_pairs: bool) -> None:
-    """Store what did not fit, for the next start: several processes end together when one runs out of memory."""
-    limits = read_limits(directory).after(error, is_pairs=is_pairs)
+def strictest(found: Sequence[MemoryLimits]) -> MemoryLimits:
+    """Return what holds for processes of which each has read its own directory."""
+    rows = [limits.row_tokens for limits in found if limits.row_tokens is not None]
+    chains = [limits.chain_tokens for limits in found if limits.chain_tokens is not None]
+    return MemoryLimits(
+        checkpoints_layers=any(limits.checkpoints_layers for limits in found),
+        syncs_every_row=any(limits.syncs_every_row for limits in found),
+        row_tokens=min(rows, default=None),
+        chain_tokens=min(chains, default=None),
+    )
+
+
+def note_out_of_memory(directory: Path, limits: MemoryLimits) -> None:
+    """Store what holds from the next start on: several processes end together when one runs out of memory."""
+    directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / FILE, json.dumps(dataclasses.asdict(limits)))
     log.error("the trainer ran out of memory; from the next start on: %s", limits)
 
@@ -145,7 +157,7 @@ class SavingAgent(PolicyAgent):
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         super().load(seed, with_weights=with_weights)
         if self.limits is None:
-            self._limit(self.world.from_first(lambda: read_limits(self.settings.policies_dir)))
+            self._limit(strictest(self.world.gather(read_limits(self.settings.policies_dir))))
         assert self.limits is not None
         wanted = self.limits.checkpoints_layers or self._wants_checkpoints
         if needs_checkpointing(self.policy.model, self.policy.device) if wanted is None else wanted:
@@ -265,7 +277,8 @@ class SavingAgent(PolicyAgent):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if self.world.size > 1:
-            note_out_of_memory(self.settings.policies_dir, error, is_pairs=self.algorithm.trains_pairs)
+            limits = self._known_limits.after(error, is_pairs=self.algorithm.trains_pairs)
+            note_out_of_memory(self.settings.policies_dir, limits)
             raise error
         if error.can_checkpoint:
             log.warning("%s: %s", error, RECOMPUTED)

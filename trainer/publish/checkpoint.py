@@ -8,7 +8,7 @@ is a convenience for people.
 One trainer at a time writes into a directory: it holds a lock that the kernel releases with its process.
 
 The tensors of a state are a checkpoint of `torch.distributed.checkpoint`: each process writes and reads its own shards,
-and a run can go on with another number of processes.
+or the first one all of them, and a run can go on in the other way and with another number of processes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from trainer.model.loading import LIBRARY_ERRORS, bad_checkpoint, reason_of
+from trainer.world import World
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint, NotWritten, SettingsError
 from turnwise.files import lock, replaced, synchronise
@@ -46,7 +47,6 @@ WRITING = ".writing-"
 REPLACED = ".replaced-"
 UNPUBLISHED = "unpublished-"
 """Prefix of a directory that was set aside, because the database does not know its version."""
-SHARE = "all machines of a trainer need one policies_dir on shared storage, under the same path"
 
 
 class Checkpoints:
@@ -108,15 +108,20 @@ class Checkpoints:
             version_directory.write_manifest(staging, {"version": version, **manifest})
         return place.resolve()
 
-    def write_state(self, version: int, values: dict[str, Any], tensors: dict[str, Any], group: Any = None) -> None:
+    def write_state(
+        self, version: int, values: dict[str, Any], tensors: dict[str, Any] | None, group: Any = None
+    ) -> None:
         """Write what a resume from this version needs, and point `latest` at it; in all processes together.
 
-        The first process writes its plain `values`, and each its shards of the nested dictionaries of `tensors`.
+        The first process writes its plain `values`, and each its shards of the nested dictionaries of `tensors`; a
+        process without any writes nothing.
 
         Raises:
             NotWritten: A process could not write, as on a full disk.
             BadCheckpoint: A process wrote into another directory.
         """
+        if tensors is None:
+            return
         place = self.state_directory(version)
         if group is not None and torch.distributed.get_rank() != 0:
             torch.distributed.barrier(group)  # the first process clears the directory before anyone writes into it
@@ -148,7 +153,7 @@ class Checkpoints:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 
-    def read_tensors(self, version: int, tensors: dict[str, Any], group: Any = None) -> None:
+    def read_tensors(self, version: int, tensors: dict[str, Any], world: World) -> None:
         """Fill tensors, whole or sharded, with the values that `write_state` wrote; in all processes together.
 
         Raises:
@@ -156,8 +161,12 @@ class Checkpoints:
         """
         path = self.state_directory(version) / TENSORS
         problem = f"the trainer state {str(path)!r} cannot be read, or does not fit this model and optimizer"
-        with bad_checkpoint(problem), _without_warning():
-            state_dict_loader.load(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+
+        def read(own: dict[str, Any], group: Any) -> None:
+            with bad_checkpoint(problem), _without_warning():
+                state_dict_loader.load(own, checkpoint_id=path, process_group=group, no_dist=group is None)
+
+        world.fill(tensors, read)
 
     def discard_after(self, version: int) -> None:
         """Set aside the version that was written after this one and not published: a crash came in between.
@@ -201,16 +210,6 @@ class Checkpoints:
         return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
 
 
-def copied(tensors: Any) -> Any:
-    """Return nested dictionaries of tensors, copied to the CPU, for a thread that writes while training continues."""
-    if isinstance(tensors, dict):
-        return {name: copied(value) for name, value in tensors.items()}
-    if isinstance(tensors, torch.Tensor):
-        value = tensors.detach()
-        return value.clone() if value.device.type == "cpu" else value.cpu()
-    return tensors
-
-
 def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
     with writing(path), _without_warning():
         state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
@@ -223,7 +222,10 @@ def _check_shards(path: Path) -> None:
         sizes[file] = max(sizes.get(file, 0), info.offset + info.length)
     for file, size in sizes.items():
         if not comes_true(functools.partial(_holds, file, size)):
-            raise BadCheckpoint(f"{str(file)!r}, which another process wrote, is not here: {SHARE}")
+            raise BadCheckpoint(
+                f"{str(file)!r}, which another process wrote, is not here: its machine saw this policies_dir at the "
+                "start; mount it there again under the same path, or start again with directories of their own"
+            )
 
 
 def _holds(file: Path, size: int) -> bool:

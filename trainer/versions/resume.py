@@ -67,9 +67,8 @@ class States:
         if reports_changes and self._learner.world.is_first:
             for name, before, now in _changes(saved.get("settings", {}), self._settings):
                 log.info("setting %s changed from %r to %r and takes effect now", name, before, now)
-        group = self._learner.world.control_group
         return self._new(seed, with_weights=False).restored(
-            saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, group)
+            saved, lambda tensors: self._checkpoints.read_tensors(version, tensors, self._learner.world)
         )
 
     def with_missed(self, state: State, ledger: Ledger) -> State:

@@ -34,7 +34,7 @@ from trainer.model.adapters import Adapter
 from trainer.model.agent import PolicyAgent, Schedule
 from trainer.model.heads import Head
 from trainer.model.model import Policy
-from trainer.publish.checkpoint import Checkpoints, copied
+from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from turnwise.store import claims, updates
 from turnwise.store import versions as stored_versions
@@ -354,7 +354,8 @@ class Commits:
         self._wait()
         version = state.progress.policy_version
         self._written = self._written | {version}
-        values, tensors = state.values() | {"settings": self._saved_settings}, copied(state.tensors())
+        values = state.values() | {"settings": self._saved_settings}
+        tensors = self._learner.world.to_write(state.tensors())
         batches, self._num_versions = self._take(), 0
         self._writing = self._thread.submit(self._write_and_ack, version, values, tensors, batches, self._directory)
 
@@ -362,7 +363,7 @@ class Commits:
         self,
         version: int,
         values: dict[str, Any],
-        tensors: dict[str, Any],
+        tensors: dict[str, Any] | None,
         batches: list[claims.Finished],
         directory: Future[None] | None,
     ) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.gloo_worlds import WorldFailed, compiled_steps, run_world, sessions, steps, world_of
 from support.ledger_samples import groups_by_status
+from support.migrated import new_database
 from support.tiny_models import EXPERTS, FAMILIES, load_model, make_model
 from support.trainer_ledger import Rollouts, settings_for
 from support.world_tasks import (
+    FAILING_RANK,
     held_after_resume,
     refuse_routing,
     resume_and_train,
@@ -25,6 +28,7 @@ from trainer.features.memory import MemoryLimits, read_limits
 from trainer.main import check_startable
 from turnwise.errors import SettingsError
 from turnwise.features.experts import EXPERTS as ROUTING
+from turnwise.features.page.updates import list_updates
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,59 @@ def test_a_divided_run_resumes_bit_for_bit_and_one_process_reads_its_state(tmp_p
     assert_bitwise_equal(run(1, spec, tmp_path / "resumed", 2 * steps, 2 * steps)[0], straight)
 
 
+@pytest.mark.parametrize(
+    ("size", "division"), [(2, {}), pytest.param(4, {"replicas": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_hosts_with_directories_of_their_own_pass_a_state_on_bit_for_bit_as_those_that_share_one(
+    tmp_path, spec, size, division
+):
+    """Only the first one's is used; it may become the shared one, or have been that."""
+    _, straight = run(size, spec | division, tmp_path / "straight", 0, 3)
+    of_each, of_first = tmp_path / "host-{}", tmp_path / "host-0"
+    run(size, spec | division, of_each, 0, 1)
+    read, after = run(size, spec | division, of_each, 1, 2)
+    assert_bitwise_equal(read, run(1, spec, of_first, 1, 1)[0])
+    shared, resumed = run(size, spec | division, of_first, 2, 3)
+    assert_bitwise_equal(shared, after)
+    assert_bitwise_equal(resumed, straight)
+    assert_bitwise_equal(run(size, spec | division, of_each, 3, 3)[0], straight)
+    assert [found.name for found in sorted(tmp_path.iterdir())] == ["host-0", "straight"]
+
+
+def test_a_damaged_state_ends_all_processes_of_hosts_with_directories_of_their_own(tmp_path, spec):
+    of_each = tmp_path / "host-{}"
+    run(2, spec, of_each, 0, 1)
+    next((tmp_path / "host-0" / "v000001.trainer" / "tensors").glob("*.distcp")).unlink()
+    with pytest.raises(WorldFailed) as failed:
+        run(2, spec, of_each, 1, 2)
+    assert failed.value.num_hanging == 0
+    for rank in range(2):
+        assert "tensors' cannot be read, or does not fit this model and optimizer" in failed.value.errors[rank]
+
+
+def test_hosts_with_directories_of_their_own_train_and_check_older_samples_bit_for_bit_as_those_that_share_one(
+    tmp_path, model
+):
+    """Each batch is of a new start; the last one is compared under the weights of version 1, read from its state."""
+    weights = {}
+    for name, policies in {"shared": "policies", "own": "policies-{}"}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        db = new_database(directory / "ledger.db")
+        first = directory / policies.format(0)
+        settings = settings_for(directory, model, policies_dir=directory / policies, groups_per_batch=2)
+        for batch, version in enumerate([0, 1, 1], start=1):
+            served = model if version == 0 else first / "v000001"
+            Rollouts(db, load_model(served), version=version).play(str(batch), num_groups=2, seed=batch)
+            assert run_world(2, train_ledger, settings.model_copy(update={"total_batches": batch})) == [batch] * 2
+        weights[name] = load_file(first / "v000003" / "model.safetensors")
+        with db.read() as conn:
+            assert [update.metrics["logprob_gap_coverage"] for update in list_updates(conn)[0]] == [1.0] * 3
+        db.close()
+    assert_bitwise_equal(weights["own"], weights["shared"])
+    assert not (tmp_path / "own" / "policies-1").exists()
+
+
 def test_no_process_writes_its_shards_before_the_first_one_has_cleared_the_directory(tmp_path):
     """A killed trainer may have left files there; shards that are written before they are removed would be lost."""
     assert all(run_world(2, write_first_process_last, tmp_path))
@@ -159,8 +216,9 @@ def experts(tmp_path: Path) -> Path:
     return make_model(tmp_path / "experts", "Qwen3Moe", **EXPERTS)
 
 
+@pytest.mark.parametrize("policies", ["policies", "policies-{}"])
 def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart_its_group_is_refused(
-    tmp_path, model, ledger
+    tmp_path, model, ledger, policies
 ):
     """One process fails in the second layer while the other one gathers its weights.
 
@@ -168,13 +226,13 @@ def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart
     """
     Rollouts(ledger, load_model(model)).play("short", num_groups=2)
     Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
-    settings = settings_for(tmp_path, model, row_tokens=1, total_batches=1)
+    settings = settings_for(tmp_path, model, policies_dir=tmp_path / policies, row_tokens=1, total_batches=1)
     for _ in range(3):  # nothing is left out before activations are recomputed and each row's gradient is reduced
         with pytest.raises(WorldFailed) as failed:
             run_world(2, train_ledger, settings, longest_row=30)
         assert "does not fit into the device's memory" in failed.value.errors[1]
         assert failed.value.num_hanging == 0
-    limits = read_limits(settings.policies_dir)
+    limits = read_limits(tmp_path / policies.format(FAILING_RANK))
     assert limits == MemoryLimits(checkpoints_layers=True, syncs_every_row=True, chain_tokens=limits.chain_tokens)
     assert limits.chain_tokens > 30
     assert run_world(2, train_ledger, settings, longest_row=30) == [1, 1]

@@ -10,6 +10,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from trainer.features import Settings
 from trainer.model.loading import load_model, prepared
 from trainer.publish.checkpoint import Checkpoints
+from trainer.world import World
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import PolicyKind
 
@@ -76,7 +77,7 @@ def test_a_state_of_another_model_is_refused_without_tracebacks_of_torch(tmp_pat
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.write_state(1, {}, {"head": torch.zeros(3)})
     with pytest.raises(BadCheckpoint) as refused:
-        checkpoints.read_tensors(1, {"head": torch.zeros(4)})
+        checkpoints.read_tensors(1, {"head": torch.zeros(4)}, World())
     assert str(refused.value) == (
         f"the trainer state '{checkpoints.state_directory(1) / 'tensors'}' cannot be read, or does not fit this model "
         "and optimizer: Size mismatch between saved torch.Size([3]) and current: torch.Size([4]) for head"
