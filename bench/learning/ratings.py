@@ -29,7 +29,7 @@ from torch import Tensor
 from upper_llama import Llama, Played, Player
 
 from turnwise.features.ratings.estimates import overrated
-from turnwise.features.ratings.head import Features, fit
+from turnwise.features.ratings.head import Features, Space, fit
 from turnwise.features.ratings.rated import RatedSession, RatingSource
 from turnwise.features.statistics.intervals import power_tuned
 
@@ -304,7 +304,7 @@ def predictions(played: Sequence[Played], rated: Sequence[int], truth: Reals, sc
     seen = Features(np.stack([each.last.numpy() for each in played]).astype(np.float64), scores)
     is_rated = np.zeros(len(played), bool)
     is_rated[list(rated)] = True
-    return fit(seen.of(is_rated), truth, seen).predict(seen)
+    return fit(seen.of(is_rated), truth, Space.of(seen)).predict(seen)
 
 
 def _rewards(played: Sequence[Played]) -> Reals:

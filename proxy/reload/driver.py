@@ -88,8 +88,8 @@ class Reloader:
         self._rollout_of = rollout_of
         self._default = rollout_of(DEFAULT_POLICY)
         self._rollouts = {DEFAULT_POLICY: self._default}
-        self._checks: dict[str, tuple[Engine, asyncio.Task[None]]] = {}
-        """The checks that run, by the engine's address."""
+        self._checks: dict[Engine, asyncio.Task[None]] = {}
+        """The checks that run."""
         self._own_models: dict[str, PolicyVersion] = {}
 
     @property
@@ -121,10 +121,9 @@ class Reloader:
                 await self._try(self._follow())
                 await asyncio.sleep(POLL_SECONDS)
         finally:
-            checks = [check for _, check in self._checks.values()]
-            for check in checks:
+            for check in self._checks.values():
                 check.cancel()
-            await asyncio.gather(*checks, return_exceptions=True)
+            await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     async def _try(self, part: Awaitable[None]) -> None:
         """Finish a part of a round, or count and log why it failed; the next round does it again."""
@@ -179,23 +178,25 @@ class Reloader:
 
         A check that takes longer than these seconds goes on, and a later round takes what it finds.
         """
+        for engine in self._checks.keys() - set(self._pool.engines):  # it has left
+            self._checks.pop(engine).cancel()
         for engine in engines:
-            if engine.url not in self._checks:
-                self._checks[engine.url] = engine, asyncio.create_task(self._check(engine))
+            if engine not in self._checks:
+                self._checks[engine] = asyncio.create_task(self._check(engine))
         if self._checks:
-            await asyncio.wait([check for _, check in self._checks.values()], timeout=seconds)
-        ended = [url for url, (_, check) in self._checks.items() if check.done()]
-        outcomes = [(engine, check.exception()) for engine, check in map(self._checks.pop, ended)]
-        for engine, outcome in outcomes:
+            await asyncio.wait(self._checks.values(), timeout=seconds)
+        ended = [engine for engine, check in self._checks.items() if check.done()]
+        outcomes = {engine: self._checks.pop(engine).exception() for engine in ended}
+        for engine, outcome in outcomes.items():
             if isinstance(outcome, EngineUnsuitable):
                 engine.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
                 engine.take_out(outcome)
             _note_problem(engine, outcome)
-        for _, outcome in outcomes:
-            is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead)
-            if outcome is not None and (isinstance(outcome, EngineUnsuitable) or not is_expected):
-                raise outcome
+        problems = [outcome for outcome in outcomes.values() if outcome is not None]
+        unexpected = [each for each in problems if not isinstance(each, EngineError | BadCheckpoint | FilesNotRead)]
+        if said := [*unexpected, *(each for each in problems if isinstance(each, EngineUnsuitable))]:
+            raise said[0]
 
     async def _check(self, engine: Engine) -> None:
         """Check one engine, and let it get calls once it has the active version."""

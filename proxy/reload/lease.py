@@ -156,19 +156,27 @@ class DriverLease:
             async with self.held() as is_driver:
                 shared.is_driver.set_result(is_driver)
                 if is_driver:
-                    await shared.is_left.wait()
+                    await self._until_left(shared)
                 if shared.unread is not None:
                     raise shared.unread  # noqa: TRY301  which keeps the lease
-        except FilesNotRead:
+        except (FilesNotRead, LeaseLost):
             pass
-        except LeaseLost:
-            shared.is_lost = True
-            for task in shared.tasks:
-                task.cancel()
         except Exception as error:  # those who wait for the lease raise it
             if shared.is_driver.done():
                 raise
             shared.is_driver.set_exception(error)
+
+    async def _until_left(self, shared: Shared) -> None:
+        try:
+            await shared.is_left.wait()
+        except asyncio.CancelledError:
+            if self.token is None:  # lost: all stop at once, and nobody joins or holds it before they have
+                shared.is_lost = True
+                self._shared = None if self._shared is shared else self._shared
+                for task in shared.tasks:
+                    task.cancel()
+                await shared.is_left.wait()
+            raise
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
         while True:

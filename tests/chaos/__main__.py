@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--real", type=int, default=0, help="vLLMs on the CPU beside the fleet's stand-ins")
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one event of the fleet to the next")
     asked = parser.parse_args()
+    if asked.agents <= asked.real * AGENTS_OF_VLLM:
+        parser.error(f"each vLLM takes {AGENTS_OF_VLLM} of the agents, and some must be left: raise --agents")
     seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
     print(f"seed {seed}: repeat with SEED={seed}", flush=True)
     broken = 0

@@ -58,7 +58,7 @@ class RealFleet(Fleet):
         return engine
 
     def is_idle(self, engine: RealEngine) -> bool:
-        return metric_at(engine.url, "vllm:num_requests_running") == 0
+        return all(metric_at(engine.url, f"vllm:num_requests_{each}") == 0 for each in ("running", "waiting"))
 
     def write_version(self, place: Path) -> Path:
         written = write_perturbed(small_model(), place, self.version)

@@ -34,7 +34,7 @@ from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.features.ratings.chains import chains_of
 from turnwise.features.ratings.draws import PER_VERSION
-from turnwise.features.ratings.head import Features, fit, left_out, shuffled
+from turnwise.features.ratings.head import Features, Space, fit, left_out, shuffled
 from turnwise.features.ratings.predictions import Prediction, keep
 from turnwise.features.ratings.rated import RatedSession, sessions_of
 from turnwise.features.sentinels import Played, played
@@ -125,6 +125,8 @@ class ByHead(Beside[TrainerSettings]):
     def selected(self, selection: Selection, at: RunProgress) -> Json:
         is_equal = {key for key, why in selection.refused.items() if why in EQUAL}
         chosen = [*selection.experiences, *(chain for chain in selection.fit if chain.group_key in is_equal)]
+        if not any(chain.is_single for chain in chosen):
+            return {}
         claimed = frozenset(chain.session_key for chain in chosen)
         world = self._learner.world
         known = world.from_first(lambda: self._known(claimed, at))
@@ -152,7 +154,8 @@ class ByHead(Beside[TrainerSettings]):
         pks = [one.session_pk for one in chosen]
         chains: dict[SessionKey, list[Chain]] = {}
         for chain in self._ledger.chains(self._ledger.read(lambda conn: chains_of(conn, pks, of, roles))):
-            if longest is None or len(chain.tokens) <= longest:
+            is_short = longest is None or len(chain.tokens) <= longest
+            if is_short and self._learner.policy.why_unfit(chain) is None:
                 chains.setdefault(chain.session_key, []).append(chain)
         seen = [one for one in chosen if one.key in chains]
         turns = self._ledger.read(lambda conn: played(conn, [one.session_pk for one in seen]))
@@ -164,13 +167,14 @@ class ByHead(Beside[TrainerSettings]):
         """Return the advantage of each session of the batch, none where all are worth the same, and gauges."""
         is_rated, is_claimed = known.is_rated, known.is_claimed
         ratings = as_shares([one.rating for one in known.sessions if one.rating is not None])
-        means, deviations = fit(features.of(is_rated), ratings, features).predict(features)
+        space = Space.of(features)
+        means, deviations = fit(features.of(is_rated), ratings, space).predict(features)
         is_earlier = is_rated & ~is_claimed
         said = [(one, mean, deviation) for one, mean, deviation in zip(known.sessions, means, deviations, strict=True)]
         made = [each for each in said if each[0].rating is None]
         sessions = list(known.sessions)
         if is_earlier.any():
-            before = fit(features.of(is_earlier), ratings[is_earlier[is_rated]], features)
+            before = fit(features.of(is_earlier), ratings[is_earlier[is_rated]], space)
             new = zip(np.flatnonzero(is_claimed), *before.predict(features.of(is_claimed)), strict=True)
             for number, mean, deviation in new:
                 if sessions[number].predicted is None:
@@ -199,7 +203,9 @@ class ByHead(Beside[TrainerSettings]):
     def _features(self, known: Known) -> Features:
         """Return the features of the sessions under the present weights; every process computes them."""
         policy = self._learner.policy
-        layers, states, seen = policy.layers(policy.model), list[Reals](), of_policy(policy)
+        of_text = set(policy.base.get_decoder().modules())  # and not of images
+        layers = [layer for layer in policy.layers(policy.model) if layer in of_text]
+        states, seen = list[Reals](), of_policy(policy)
 
         def keep_last(_: object, __: object, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output

@@ -286,9 +286,9 @@ def _appearing(place: Path) -> Iterator[Path]:
     """
     staging, replaced = _staging(place), place.parent / f"{REPLACED}{place.name}"
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     try:
         with writing(place):
+            staging.mkdir(parents=True)
             yield staging
             for path in [*staging.rglob("*"), staging]:
                 synchronise(path)

@@ -127,9 +127,12 @@ def test_model_calls_are_open_to_the_roles_that_may_call(world, role):
     assert theirs["num_turns"] == 1  # no call of this tenant is in it
 
 
-def test_a_session_key_cannot_name_another_session_in_a_header_or_by_a_turn_of_it(world):
-    line = {"turn_id": world.turns["mine", "mine-other"], "value": 1.0}
-    assert world.ask("POST", "/v1/rewards", world.keys["mine", "session_reward"], line).status_code == 404
+def test_a_turn_of_a_session_that_a_key_may_not_reward_is_unknown_and_so_is_that_session_in_a_header(world):
+    """Another tenant's turn is, even where the caller has a session of the same name."""
+    world.ask("POST", "/v1/sessions", world.keys["mine", "admin"], {"session_id": "theirs-other"})
+    for of, session_id, role in (("mine", "mine-other", "session_reward"), ("theirs", "theirs-other", "admin")):
+        line = {"turn_id": world.turns[of, session_id], "value": 1.0}
+        assert world.ask("POST", "/v1/rewards", world.keys["mine", role], line).status_code == 404
     headers = {"authorization": f"Bearer {world.keys['mine', 'session']}", "x-session-id": "mine-other"}
     assert world.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 403
 

@@ -183,6 +183,44 @@ async def test_the_lease_is_shared_until_a_driver_waits_for_it_and_its_loss_stop
             assert isinstance(error, LeaseLost)
 
 
+async def test_who_shares_a_lost_lease_stops_before_the_store_answers_and_nobody_joins_meanwhile(stage, monkeypatch):
+    """The store falls silent, so nobody knows whether another process drives already."""
+    async with stage.process() as process, asyncio.timeout(WAIT_SECONDS):
+        lease, answers, has_stopped, order = process.reloader.lease, asyncio.Event(), asyncio.Event(), list[str]()
+        change = lease._change
+
+        async def silent(*arguments):
+            await answers.wait()
+            return await change(*arguments)
+
+        async def drive() -> None:
+            async with lease.shared():
+                order.append("drives")
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    order.append("stops")
+                    await has_stopped.wait()
+
+        async def join() -> None:
+            async with lease.shared():
+                order.append("joins")
+
+        driving = asyncio.create_task(drive())
+        await until(lambda: order == ["drives"])
+        monkeypatch.setattr(lease, "_change", silent)
+        await until(lambda: order == ["drives", "stops"])
+        joining = asyncio.create_task(join())
+        has_stopped.set()
+        await asyncio.sleep(0)
+        assert not joining.done()
+        answers.set()
+        await joining
+        assert order == ["drives", "stops", "joins"]
+        with pytest.raises(LeaseLost):
+            await driving
+
+
 async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(
     stage, monkeypatch
 ):

@@ -2,9 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 from support.gloo_worlds import run_world
-from support.tiny_models import load_model
+from support.ledger_samples import add_session, finish
+from support.tiny_models import VOCABULARY, load_model
+from support.tiny_vision import make_vision_model
 from support.trainer_ledger import Rollouts, settings_for, train
 from support.world_tasks import train_ledger
 
@@ -12,6 +15,7 @@ from trainer.features.ratings import FIRST_SHARE
 from trainer.update import Updates
 from turnwise.features.page import updates as page_updates
 from turnwise.features.ratings.rated import sessions_of
+from turnwise.store.sessions import end_session
 from turnwise.types import DEFAULT_POLICY
 
 
@@ -48,7 +52,13 @@ def test_each_ten_ratings_make_a_version(tmp_path, model, ledger):
 
 
 def test_unrated_sessions_are_trained_by_what_the_head_predicts_of_them(tmp_path, model, ledger):
-    play(ledger, model, "rated", 10, metadata={"scores": {"judge": 0.5, "unsure": math.nan, "text": "good"}})
+    play(
+        ledger,
+        model,
+        "rated",
+        10,
+        metadata={"scores": {"judge": 0.5, "unsure": math.nan, "text": "good", "huge": 10**400}},
+    )
     play(ledger, model, "unrated", 60, is_rated=False)
     metrics = train(few(tmp_path, model, "control", total_batches=1)).metrics
     assert (metrics["num_predicted_sessions"], metrics["num_sessions"], metrics["num_updates"]) == (50, 60, 4)
@@ -110,6 +120,27 @@ def test_what_an_undone_version_sampled_and_what_is_too_long_is_not_trained_by_p
     assert (metrics["num_predicted_sessions"], metrics["num_sessions"]) == (3, 13)
     (of_update,) = trained(ledger)
     assert {name.partition("-")[0] for name in of_update} == {"rated", "unrated"}
+
+
+@pytest.mark.parametrize("is_rated", [True, False])
+def test_a_session_that_the_model_cannot_compute_tells_the_head_nothing(tmp_path, model, ledger, is_rated):
+    """As after a change of the base model: its own group is refused, and the others make a version."""
+    add_session(ledger, "foreign", of_turns={"prompt_delta": np.array([VOCABULARY + 7, 1], np.int32)})
+    if is_rated:
+        finish(ledger, "foreign")
+    else:
+        with ledger.write() as conn:
+            end_session(conn, "default", "foreign")
+    play(ledger, model, "rated", 10)
+    metrics = train(few(tmp_path, model, "newest", total_batches=1)).metrics
+    assert (metrics["num_sessions"], metrics["num_predicted_sessions"]) == (10, 0)
+
+
+def test_the_head_listens_to_the_text_of_a_model_with_images(tmp_path, ledger):
+    images = make_vision_model(tmp_path / "images", "Gemma3")
+    play(ledger, images, "rated", 10)
+    metrics = train(few(tmp_path, images, "newest", total_batches=1)).metrics
+    assert 0 <= metrics["head_auroc_shuffled"] <= 1
 
 
 def test_the_setting_changes_defaults_and_nothing_that_is_set(tmp_path, model):

@@ -50,7 +50,7 @@ def test_it_ranks_what_it_was_not_fitted_to_and_knows_nothing_of_shuffled_rating
     seen, truth = played(400, 2)
     of = np.arange(400) < 40
     rated = Features(seen.states[of], seen.signals[of])
-    fitted = head.fit(rated, truth[of], seen)
+    fitted = head.fit(rated, truth[of], head.Space.of(seen))
     predicted, _ = fitted.predict(Features(seen.states[~of], seen.signals[~of]))
     best = head.auroc(
         truth[~of], seen.states[~of] @ np.linalg.qr(np.random.default_rng(9).normal(size=(64, 8)))[0][:, 0]

@@ -214,6 +214,18 @@ def test_a_temperature_that_nobody_recorded_is_noticed_and_no_honest_log_is(shar
         assert sum(words in (each.reason or "") for each in found) >= 17
 
 
+def test_what_a_version_does_and_its_log_never_shows_is_no_wrong_probability():
+    """Of 100 sessions of 30 decisions none has what was done with 0.001 and is done with 0.006 now: 4.2 errors."""
+    old, new = 0.001, 0.006
+    entropy = -(new * math.log(new) + (1 - new) * math.log(1 - new))
+    variance = new * (1 - new) * math.log(new / (1 - new)) ** 2
+    logged = [np.full(30, each) for each in (math.log(1 - new), math.log(1 - old), entropy, variance)]
+    log_weight = float((logged[0] - logged[1]).sum())
+    found = change([log_weight] * 100, [0.5] * 100, Looks(), UNIT, surprises=[surprise_of(*logged)] * 100)
+    assert not found.is_off
+    assert "was never logged" in found.reason
+
+
 def test_the_surprise_of_tokens_by_hand():
     """π = (3/4, 1/4) and μ = (1/2, 1/2): H = 0.5623; the two tokens weigh 3/2 and 1/2, and their mean by μ is 0."""
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))

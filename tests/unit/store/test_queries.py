@@ -123,6 +123,7 @@ def test_a_name_finds_the_session_of_its_tenant_alone(database):
         acknowledge(connection, 1, "s")
         for tenant, is_theirs in (("default", False), ("t", True)):
             assert bool(turns.find_turn(connection, tenant, "s", request_key="key")) is is_theirs
+            assert selection.sessions_of_turns(connection, tenant, ["t9"]) == ({"t9": "s"} if is_theirs else {})
             assert bool(read_session_with_rewards(connection, tenant, "s")[1]) is is_theirs
             assert updates.last_updates(connection, tenant, ["s"]) == ({"s": 1} if is_theirs else {})
 

@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -41,6 +42,8 @@ READ_SECONDS = 60.0
 """How long a request may take until it is whole, counted from the end of the one before it on its connection."""
 MOST_TRANSFERS = 64
 SILENCE_SECONDS = 60.0
+CLOSE_SECONDS = 20.0
+"""Less than `turnwise up` waits for a trainer's end."""
 NO_PAGE = HTTPStatus.NOT_FOUND, {"error": "no such page"}
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
@@ -53,13 +56,12 @@ class Transfer:
         self._num_workers = num_workers
         self.error: str | None = None
         # The thread alone refers to the payload, which is as large as the model, and to the rendezvous and its port.
-        # Both are released when it ends, while the result stays known. Python aborts at its end (SIGABRT) if a thread
-        # is in gloo then, so the process waits for this one.
-        self._thread = threading.Thread(target=self._send, args=(payload, rendezvous), name="weights", daemon=False)
+        # Both are released when it ends, while the result stays known.
+        self._thread = threading.Thread(target=self._send, args=(payload, rendezvous), name="weights", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
 
     def _send(self, payload: Tensor, rendezvous: Rendezvous) -> None:
         try:
@@ -113,10 +115,14 @@ class WeightServer:
             self._sleep_level = 0
 
     def close(self) -> None:
-        """Stop answering once engines have what is being sent; one that is silent is waited for `SILENCE_SECONDS`."""
+        """Stop answering once engines have what is being sent, or after `CLOSE_SECONDS`.
+
+        Python aborts at its end (SIGABRT) if a thread is in gloo then, so the process waits for those that send.
+        """
         self._is_closing = True
+        until = time.monotonic() + CLOSE_SECONDS
         for transfer in list(self._transfers.values()):
-            transfer.wait()
+            transfer.wait(max(0.0, until - time.monotonic()))
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()

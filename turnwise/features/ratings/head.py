@@ -24,6 +24,7 @@ PRECISION = 1.0
 """Of the prior of each weight: features have a deviation of 1."""
 PRECISION_OF_BIAS = 0.01
 MAX_STEPS = 100
+FOLDS = 5
 PRECISE = 1e-10
 
 
@@ -108,8 +109,8 @@ class Head:
         return means, np.minimum(slopes * np.sqrt(variances), np.sqrt(slopes))
 
 
-def fit(rated: Features, ratings: Sequence[float] | Reals, seen: Features | None = None) -> Head:
-    """Fit a head to the ratings of sessions, each from 0 to 1; `seen` has these and unrated ones, which fix its space.
+def fit(rated: Features, ratings: Sequence[float] | Reals, space: Space | None = None) -> Head:
+    """Fit a head to the ratings of sessions, each from 0 to 1; a space may be that of these and of unrated ones.
 
     Raises:
         ValueError: a rating is not from 0 to 1, or there is none.
@@ -117,7 +118,7 @@ def fit(rated: Features, ratings: Sequence[float] | Reals, seen: Features | None
     wanted = np.asarray(ratings, np.float64)
     if not len(wanted) or not ((wanted >= 0) & (wanted <= 1)).all():
         raise ValueError(f"a head needs ratings from 0 to 1, not {wanted.tolist()!r:.80}")
-    space = Space.of(rated if seen is None else seen)
+    space = space or Space.of(rated)
     columns = space.columns(rated)
     weights, hessian = _maximum(columns, wanted)
     covariance: Reals = np.linalg.inv(hessian).astype(np.float64)
@@ -175,21 +176,22 @@ def shuffled(rated: Features, ratings: Sequence[float] | Reals, *, seed: int = 0
     More than that shows that the check itself leaks: the head would find what is not there.
     """
     wanted, rng = np.asarray(ratings, np.float64), np.random.default_rng(seed)
-    found = [left_out(rated, rng.permutation(wanted)) for _ in range(repeats)]
+    space = Space.of(rated)
+    found = [left_out(rated, rng.permutation(wanted), space) for _ in range(repeats)]
     known = [each for each in found if each is not None]
     return sum(known) / len(known) if known else None
 
 
-def left_out(rated: Features, ratings: Sequence[float] | Reals, folds: int = 5) -> float | None:
+def left_out(rated: Features, ratings: Sequence[float] | Reals, space: Space | None = None) -> float | None:
     """Return the AUROC of the head on ratings that it was not fitted to, each left out once."""
-    wanted = np.asarray(ratings, np.float64)
+    wanted, space = np.asarray(ratings, np.float64), space or Space.of(rated)
     predicted = np.full(len(wanted), np.nan)
-    for fold in range(folds):
-        out = np.arange(len(wanted)) % folds == fold
+    for fold in range(FOLDS):
+        out = np.arange(len(wanted)) % FOLDS == fold
         if out.all() or not out.any():
             continue
-        own = fit(rated.of(~out), wanted[~out], rated)
+        own = fit(rated.of(~out), wanted[~out], space)
         # Without the bias: it is higher the fewer good sessions are left out, which alone would rank them wrongly.
-        predicted[out] = own.space.columns(rated.of(out))[:, 1:] @ own.weights[1:]
+        predicted[out] = space.columns(rated.of(out))[:, 1:] @ own.weights[1:]
     known = np.isfinite(predicted)
     return auroc(wanted[known], predicted[known])

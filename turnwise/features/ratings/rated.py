@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import enum
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +21,7 @@ from turnwise.store import rows
 from turnwise.store.rewards import rewards_of
 from turnwise.store.schema import sessions
 from turnwise.store.statements import is_among
-from turnwise.types import Credit, SessionKey, Split
+from turnwise.types import MAX_REWARD, Credit, SessionKey, Split
 
 MOST_READ = 10_000
 """Sessions of a policy that are read, the newest that ended and that expired."""
@@ -138,7 +137,8 @@ def _known(
 
 
 def _scores(metadata: str) -> dict[str, float]:
-    found = json.loads(metadata).get(SCORES)
+    found = json.loads(metadata).get(SCORES) if f'"{SCORES}"' in metadata else None
     if not isinstance(found, dict):
         return {}
-    return {name: float(value) for name, value in found.items() if type(value) in {int, float} and math.isfinite(value)}
+    numbers = {name: value for name, value in found.items() if type(value) in {int, float}}
+    return {name: float(value) for name, value in numbers.items() if abs(value) <= MAX_REWARD}

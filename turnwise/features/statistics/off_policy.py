@@ -88,7 +88,9 @@ def change(
     spread = float(plain.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     # The weights of a version that is too far are too skewed for a standard error of their mean.
     is_known = num >= max(least, 2) and effective >= MIN_EFFECTIVE
-    why_off = _why_off(mean_weight, spread, surprises) if is_known else None
+    # What was never logged surprises too, by less than it should.
+    is_unlogged = 1 - mean_weight > NUM_STANDARD_ERRORS_OFF * spread + 1e-6
+    why_off = _why_off(mean_weight, spread, surprises, is_unlogged=is_unlogged) if is_known else None
     reason = why_off or _why_refused(num, effective, mean_weight, spread, least)
     interval = None
     if reason is None:
@@ -155,10 +157,10 @@ def _log_sum(logs: Reals) -> float:
     return top + math.log(float(np.exp(logs - top).sum()))
 
 
-def _why_off(mean_weight: float, spread: float, surprises: Sequence[Surprise]) -> str | None:
+def _why_off(mean_weight: float, spread: float, surprises: Sequence[Surprise], *, is_unlogged: bool) -> str | None:
     wrong = "the stored probabilities are not those that sampled"
     total, error = _surprise(surprises)
-    if abs(total) > NUM_STANDARD_ERRORS_SURPRISED * error:
+    if abs(total) > NUM_STANDARD_ERRORS_SURPRISED * error and not (is_unlogged and total < 0):
         is_less, higher = ("less", "higher") if total > 0 else ("more", "lower")
         return (
             f"the sampled tokens are {is_less} probable than at the recorded temperature ({abs(total) / error:.1f} "
