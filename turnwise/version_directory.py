@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,6 @@ def on_disk(version: PolicyVersion) -> bool | None:
 def exist_on_disk(found: Iterable[PolicyVersion]) -> dict[int, bool | None]:
     """Return `on_disk` of some versions by their numbers."""
     return {version.version: on_disk(version) for version in found}
-
-
-def sizes_on_disk(of_policies: Mapping[int, Iterable[PolicyVersion]]) -> dict[int, int | None]:
-    """Return `num_bytes_on_disk` of each policy's versions by the policies' numbers."""
-    return {number: num_bytes_on_disk(found) for number, found in of_policies.items()}
 
 
 def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:

@@ -31,7 +31,7 @@ from proxy.features.arms.verdict import judge
 from trainer.batch.batch import build
 from trainer.batch.chain import Chain
 from trainer.features import estimates as of_trainer
-from trainer.features.estimates import Estimates
+from trainer.features.estimates import Estimates, moments
 from turnwise.default_models import trail
 from turnwise.features import estimates
 from turnwise.features.arms import Arm
@@ -119,7 +119,7 @@ class Measured(Run):
         flat = [chain for of_session in chains.values() for chain in of_session]
         batch = build(flat, [np.zeros(len(chain.turn_ids)) for chain in flat], policy_version=version)
         agent = self.workflow.agent
-        computed = agent.without_gradient(agent.policy.moments, batch, range(len(flat)), 3)
+        computed = agent.without_gradient(lambda row: moments(agent.policy, row), batch, range(len(flat)), 3)
         columns = np.concatenate([computed, batch.table.behaviour[None]]).astype(np.float64)
         found: dict[str, list[np.ndarray]] = {}
         for chain, places in zip(flat, batch.tokens_of, strict=True):

@@ -92,20 +92,6 @@ def token_logprobs(
     return logprobs, entropy_U[which]
 
 
-@torch.no_grad()
-def variances(
-    given: Tensor, weight_VH: Tensor | None, temperature_U: Tensor, processing: Processing | None = None
-) -> Tensor:
-    """Return the variance of log p where the entropy is its mean, in float32. [U]."""
-    found_U = torch.empty(len(given), dtype=torch.float32, device=given.device)
-    for chunk in _chunks(given, weight_VH):
-        log_p_CV, _ = _log_softmax(_scaled(given, weight_VH, temperature_U, processing, chunk)[0], processing)
-        entropy_C = _entropy(log_p_CV, processing)
-        off_CV = log_p_CV + entropy_C[:, None]
-        found_U[chunk] = (log_p_CV.exp() * off_CV * off_CV).sum(-1)  # a square alone overflows where p is 0
-    return found_U
-
-
 class _Logprobs(torch.autograd.Function):
     """Log-softmax, gather and entropy in one, with the output layer inside where its weight is given.
 
@@ -125,10 +111,10 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         normaliser_U = torch.empty(len(given), dtype=torch.float32, device=which.device)
         entropy_U, selected = torch.empty_like(normaliser_U), normaliser_U.new_zeros(len(which))
-        for chunk in _chunks(given, weight_VH):
-            scaled_CV, _ = _scaled(given, weight_VH, temperature_U, processing, chunk)
-            log_p_CV, normaliser_U[chunk] = _log_softmax(scaled_CV, processing)
-            entropy_U[chunk] = _entropy(log_p_CV, processing)
+        for chunk in chunks_of(given, weight_VH):
+            scaled_CV, _ = scaled_logits(given, weight_VH, temperature_U, processing, chunk)
+            log_p_CV, normaliser_U[chunk] = log_softmax(scaled_CV, processing)
+            entropy_U[chunk] = entropy_of(log_p_CV, processing)
             place, inside = _places_in(chunk, which)
             selected = torch.where(inside, log_p_CV[place, target], selected)
         ctx.processing = processing
@@ -150,8 +136,8 @@ class _Logprobs(torch.autograd.Function):
         # The targets' own part of the logits' gradient is added at once, if no processor changes it chunk by chunk.
         is_direct = weight_VH is None and ctx.processing is None
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
-        for chunk in _chunks(given, weight_VH):
-            scaled_CV, scales = _scaled(given, weight_VH, temperature_U, ctx.processing, chunk)
+        for chunk in chunks_of(given, weight_VH):
+            scaled_CV, scales = scaled_logits(given, weight_VH, temperature_U, ctx.processing, chunk)
             log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
             gradient_CV = _softmax_gradient(
                 log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
@@ -181,7 +167,7 @@ def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
     return place.clamp(0, chunk.stop - chunk.start - 1), (which >= chunk.start) & (which < chunk.stop)
 
 
-def _scaled(
+def scaled_logits(
     given: Tensor, weight_VH: Tensor | None, temperature_U: Tensor, processing: Processing | None, chunk: slice
 ) -> tuple[Tensor, Sequence[Scale]]:
     """Return the float32 logits of a chunk after all processors, and where their derivative is not that of a scale."""
@@ -194,14 +180,14 @@ def _scaled(
     return processed_CV.div_(temperature_C), scales
 
 
-def _log_softmax(scaled_CV: Tensor, processing: Processing | None) -> tuple[Tensor, Tensor]:
+def log_softmax(scaled_CV: Tensor, processing: Processing | None) -> tuple[Tensor, Tensor]:
     normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
     if processing is not None:
         normaliser_C.masked_fill_(normaliser_C == -torch.inf, 0.0)  # masks that contradict one another left nothing
     return scaled_CV.sub_(normaliser_C[:, None]), normaliser_C
 
 
-def _entropy(log_p_CV: Tensor, processing: Processing | None) -> Tensor:
+def entropy_of(log_p_CV: Tensor, processing: Processing | None) -> Tensor:
     """Return the entropy, of which masked ids are no part; their log-probabilities become finite."""
     p_CV = log_p_CV.exp()
     if processing is not None:
@@ -226,7 +212,7 @@ def _softmax_gradient(
     return gradient_CV
 
 
-def _chunks(given: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
+def chunks_of(given: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
     vocabulary = given.shape[1] if weight_VH is None else len(weight_VH)
     size = max(1, LOGITS_IN_CHUNK.get(given.device.type, LOGITS_IN_CHUNK["cpu"]) // vocabulary)
     for start in range(0, len(given), size):

@@ -15,12 +15,18 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from trainer.batch.batch import build
 from trainer.batch.chain import Chain
+from trainer.batch.logits import Processing
+from trainer.batch.logprobs import chunks_of, entropy_of, log_softmax, scaled_logits
 from trainer.batch.selection import TOO_LONG, UNKNOWN_SUPPORT, Unfit, why_untrainable
 from trainer.claims.holds import Beside, Hold
+from trainer.model.inputs import RowInputs
+from trainer.model.model import Policy
 from turnwise.features import estimates
 from turnwise.features.estimates import ESTIMATE, KEPT_FROM, Logged
 from turnwise.features.statistics.off_policy import MIN_SESSIONS, Surprise, surprise_of, why_too_few
@@ -169,7 +175,8 @@ class Estimates(Beside[EstimateSettings]):
         chains = [chain for of_session in usable.chains.values() for chain in of_session]
         credit = [np.zeros(len(chain.turn_ids)) for chain in chains]
         batch = build(chains, credit, policy_version=policy_version)
-        columns = self._learner.without_gradient(self._learner.policy.moments, batch, range(len(chains)), 3)
+        policy = self._learner.policy
+        columns = self._learner.without_gradient(lambda row: moments(policy, row), batch, range(len(chains)), 3)
         logprobs, entropies, variances = columns.astype(np.float64)
         places: dict[SessionKey, list[np.ndarray]] = defaultdict(list)
         for chain, own in zip(chains, batch.tokens_of, strict=True):
@@ -197,6 +204,27 @@ class Estimates(Beside[EstimateSettings]):
             )
             for key, chains in usable.chains.items()
         ]
+
+
+def moments(policy: Policy, inputs: RowInputs) -> Tensor:
+    """Return the logprobs of a row's trained tokens, and the mean of −log π and its variance there. [3, m]."""
+    logprobs, entropy, output = policy.outputs(inputs)
+    variance_U = variances(*policy.with_head(output), inputs.temperature, inputs.processing)
+    return torch.stack([logprobs, entropy, variance_U[inputs.which]])
+
+
+@torch.no_grad()
+def variances(
+    given: Tensor, weight_VH: Tensor | None, temperature_U: Tensor, processing: Processing | None = None
+) -> Tensor:
+    """Return the variance of log π, of which the entropy is the mean, by what `token_logprobs` takes; float32. [U]."""
+    found_U = torch.empty(len(given), dtype=torch.float32, device=given.device)
+    for chunk in chunks_of(given, weight_VH):
+        log_p_CV, _ = log_softmax(scaled_logits(given, weight_VH, temperature_U, processing, chunk)[0], processing)
+        entropy_C = entropy_of(log_p_CV, processing)
+        off_CV = log_p_CV + entropy_C[:, None]
+        found_U[chunk] = (log_p_CV.exp() * off_CV * off_CV).sum(-1)  # a square alone overflows where p is 0
+    return found_U
 
 
 def why_worse(estimated: Json) -> str | None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from trainer.batch.batch import Batch, Row
 from trainer.batch.chain import Chain
 from trainer.batch.logits import RowLogits
-from trainer.batch.logprobs import OutputLayer, token_logprobs, variances
+from trainer.batch.logprobs import OutputLayer, token_logprobs
 from trainer.model.adapters import Adapter
 from trainer.model.inputs import RowInputs, row_inputs
 from trainer.model.loading import (
@@ -265,17 +265,11 @@ class Policy:
     def outputs(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same with what they are computed from: hidden states [U, H], or logits [U, V]."""
         output, of = self.output(inputs), (inputs.which, inputs.target, inputs.temperature, inputs.processing)
-        given, weight_VH = self._with_head(output)
+        given, weight_VH = self.with_head(output)
         logprobs, entropy = token_logprobs(given, weight_VH, *of)
         return logprobs, entropy, output
 
-    def moments(self, inputs: RowInputs) -> Tensor:
-        """Return logprob, entropy and variance of the logprob of the row's trained tokens, without gradient. [3, m]."""
-        logprobs, entropy, output = self.outputs(inputs)
-        variance_U = variances(*self._with_head(output), inputs.temperature, inputs.processing)
-        return torch.stack([logprobs, entropy, variance_U[inputs.which]])
-
-    def _with_head(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def with_head(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.head is None:
             return output, None
         return output.to(self.compute_dtype), self.head.weight.to(self.compute_dtype)

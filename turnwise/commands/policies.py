@@ -23,7 +23,7 @@ from turnwise.commands.place import (
 )
 from turnwise.errors import NotFound, SettingsError
 from turnwise.types import DEFAULT_POLICY_NAME, Json, PolicyKind, values_of
-from turnwise.version_directory import on_disk, sizes_on_disk
+from turnwise.version_directory import on_disk
 
 if TYPE_CHECKING:
     from turnwise.store.database import Database
@@ -108,7 +108,7 @@ def _summaries(place: DataPlace) -> list[Json]:
             named = stored_policies.list_policies(conn)
             held = named_policies.summarise_policies(conn)
             measured = {number: named_policies.measured_versions(conn, number) for number in held}
-        sizes = sizes_on_disk(measured)
+        sizes = named_policies.sizes_on_disk(measured)
     summaries = {
         number: columns.add(values_of(each) | {"num_bytes": sizes[number]}, number) for number, each in held.items()
     }

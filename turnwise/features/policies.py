@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import datetime
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 import sqlalchemy as sa
 
@@ -53,6 +53,7 @@ from turnwise.types import (
     PolicyVersion,
     utc_now,
 )
+from turnwise.version_directory import num_bytes_on_disk
 
 MAX_NAME = 100
 MAX_DIGITS = 10
@@ -364,3 +365,8 @@ def _has_policy(name: str, tenant: str | None) -> sa.ColumnElement[bool]:
 
 
 EXTENSION = Extension(publishable=check_publishable, conditions={"policy": _has_policy})
+
+
+def sizes_on_disk(of_policies: Mapping[int, Iterable[PolicyVersion]]) -> dict[int, int | None]:
+    """Return `num_bytes_on_disk` of each policy's versions by the policies' numbers."""
+    return {number: num_bytes_on_disk(found) for number, found in of_policies.items()}

@@ -1,11 +1,14 @@
-"""The role of a chain as a person corrects it."""
+"""The roles of stored turns, as they are found later, and as a person corrects those of a chain."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import sqlalchemy as sa
 
 from turnwise.store.schema import turns
-from turnwise.store.turns import place_of_turn, set_roles
+from turnwise.store.statements import is_among
+from turnwise.store.turns import place_of_turn
 from turnwise.types import Role
 
 
@@ -17,3 +20,8 @@ def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -
     turn_ids = list(conn.execute(in_chain.order_by(turns.c.seq)).scalars())
     set_roles(conn, turn_ids, role, "corrected")
     return turn_ids
+
+
+def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason: str) -> None:
+    changed = sa.update(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
+    conn.execute(changed.values(role=role.value, role_reason=reason))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,7 +32,6 @@ from turnwise.store.statements import (
     execute_many,
     fetch_rows,
     insert_rows,
-    is_among,
     mark,
     num_fitting,
     size_of,
@@ -42,7 +41,6 @@ from turnwise.types import (
     Json,
     Outcome,
     Reward,
-    Role,
     SessionKey,
     SessionStatus,
     TokenIds,
@@ -381,8 +379,3 @@ def _is_replay(
 
 def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> None:
     append_rows(conn, list(map(rows.TURNS.row, batch)))
-
-
-def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason: str) -> None:
-    changed = sa.update(turns).where(is_among(conn.dialect, turns.c.turn_id, turn_ids))
-    conn.execute(changed.values(role=role.value, role_reason=reason))

@@ -46,7 +46,7 @@ from turnwise.features.untrained import trained_shares
 from turnwise.store import policies, serving, statements, versions
 from turnwise.store.database import Connection
 from turnwise.types import DEFAULT_POLICY, DEFAULT_POLICY_NAME, Json, Policy, PolicyKind, PolicyVersion
-from turnwise.version_directory import exist_on_disk, sizes_on_disk
+from turnwise.version_directory import exist_on_disk
 
 if TYPE_CHECKING:
     from proxy.routes.models import Answer
@@ -152,7 +152,7 @@ async def _summaries(services: Services, principal: Principal, named: list[Polic
         return held, {number: named_policies.measured_versions(connection, number) for number in held}
 
     held, of_policies = await services.database.fetch(read)
-    measure = functools.partial(sizes_on_disk, of_policies)
+    measure = functools.partial(named_policies.sizes_on_disk, of_policies)
     sizes: dict[int, int | None] = {}
     with contextlib.suppress(FilesNotRead):
         key = ("sizes", *(str(each.policy_id) for each in named))

@@ -22,7 +22,7 @@ from proxy.features.roles.prompts import ASKS_FOR_SUMMARY, COMPACTION, SHIPPED, 
 from proxy.sessions.conversation import DIGEST_BYTES, ConversationDigests, canonical_arguments, canonical_content
 from proxy.sessions.forest import KnownTurn, TurnForest, repeated_calls
 from turnwise.errors import StoreError
-from turnwise.store.turns import set_roles
+from turnwise.features.roles import set_roles
 from turnwise.types import Json, Role, Turn
 
 if TYPE_CHECKING:

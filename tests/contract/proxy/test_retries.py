@@ -19,7 +19,7 @@ from proxy.sessions.conversation import ConversationDigests
 from proxy.sessions.forest import KnownTurn, TurnForest
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, StoreUnavailable
-from turnwise.store.turns import set_roles
+from turnwise.features.roles import set_roles
 from turnwise.types import Role
 
 AGENT = Principal(tenant="a", role="agent", key_id="key", root_key_id="key")

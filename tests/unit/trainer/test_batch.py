@@ -12,9 +12,10 @@ from trainer.algorithms.algorithm import loss_of
 from trainer.batch.batch import build, minibatches, pack
 from trainer.batch.chain import chain_of
 from trainer.batch.forest import Forest, dense_mask
-from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs, variances
+from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import why_untrainable
 from trainer.features import Settings
+from trainer.features.estimates import variances
 from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
 from turnwise.chains import Experience, merge_session, split_session
