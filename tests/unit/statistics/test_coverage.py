@@ -210,7 +210,7 @@ def test_a_temperature_that_nobody_recorded_is_noticed_and_no_honest_log_is(shar
     assert np.mean(honest) <= 0.02
     for temperature, words in ((1.3, "less probable"), (0.7, "more probable")):
         found = [surprised(temperature, sharpness, 0.1, generator) for _ in range(20)]
-        assert sum(each.is_off for each in found) >= 18
+        assert sum(each.is_off for each in found) >= 17
         assert sum(words in (each.reason or "") for each in found) >= 17
 
 
