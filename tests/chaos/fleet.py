@@ -109,7 +109,9 @@ class Fleet:
     def served(self) -> list[dict[str, int | None]]:
         """Return the version of each engine that gets calls, by its address, as each proxy says it."""
         head = {"authorization": f"Bearer {self._admin}"}
-        answers = [httpx2.get(f"{proxy.url}/readyz", headers=head).json()["engines"] for proxy in self.proxies]
+        answers = [
+            httpx2.get(f"{proxy.url}/readyz", headers=head, timeout=60).json()["engines"] for proxy in self.proxies
+        ]
         return [{each["url"]: each["policy_version"] for each in answer if each["ready"]} for answer in answers]
 
     def is_whole(self) -> bool:
