@@ -39,8 +39,6 @@ if TYPE_CHECKING:  # imported where it is used: each proxy imports this module, 
 
     from turnwise.store.trainer_reports import TrainerStatus
 
-NEEDS_ATTENTION = frozenset({"blocked", "died", "silent"})
-"""States of a trainer that does not train by itself any more."""
 _OWN_ENVIRONMENT = "install Turnwise in an environment of its own"
 _STRANGE = (
     "%s serves %d adapters that are not this database's (%s): no call here reaches them, but they take slots and "
@@ -200,7 +198,9 @@ def _database(url: str, tenant: str | None = None) -> Iterator[Finding]:
 
 
 def _trainer(status: TrainerStatus) -> Finding:
-    is_bad, text = status.state in NEEDS_ATTENTION, status.text
+    from turnwise.store.trainer_reports import TrainerState
+
+    is_bad, text = status.state in {TrainerState.BLOCKED, TrainerState.DIED, TrainerState.SILENT}, status.text
     if status.starts_at is not None and not is_bad:
         text += f", starts in {max(0.0, (status.starts_at - utc_now()).total_seconds()):.0f} s"
     text = f"{status.state} since {status.reported_at:%Y-%m-%d %H:%M:%S} UTC: {text}{_ADVICE if is_bad else ''}"

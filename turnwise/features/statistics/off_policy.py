@@ -88,10 +88,10 @@ def change(
     spread = float(plain.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     # The weights of a version that is too far are too skewed for a standard error of their mean.
     is_known = num >= max(least, 2) and effective >= MIN_EFFECTIVE
-    # What was never logged surprises too, by less than it should.
+    # A part that was never logged surprises too, and is no wrong probability.
     is_unlogged = 1 - mean_weight > NUM_STANDARD_ERRORS_OFF * spread + 1e-6
     why_off = _why_off(mean_weight, spread, surprises, is_unlogged=is_unlogged) if is_known else None
-    reason = why_off or _why_refused(num, effective, mean_weight, spread, least)
+    reason = why_off or _why_refused(num, effective, mean_weight, least, is_unlogged=is_unlogged)
     interval = None
     if reason is None:
         unlogged = max(0.0, 1 - mean_weight - spread)
@@ -179,7 +179,7 @@ def _surprise(surprises: Sequence[Surprise]) -> tuple[float, float]:
     return float(total), math.sqrt(variance * max(1.0, reweighted / seen if seen else 1.0))
 
 
-def _why_refused(num: int, effective: float, mean_weight: float, spread: float, least: int) -> str | None:
+def _why_refused(num: int, effective: float, mean_weight: float, least: int, *, is_unlogged: bool) -> str | None:
     if num < least:
         return why_too_few(num, least)
     if effective < MIN_EFFECTIVE:
@@ -187,7 +187,7 @@ def _why_refused(num: int, effective: float, mean_weight: float, spread: float, 
             f"only {effective / num:.1%} of what this version would do was ever logged ({effective:.0f} of {num} "
             "sessions): it has moved too far to tell; try it on some sessions (canary)"
         )
-    if 1 - mean_weight > NUM_STANDARD_ERRORS_OFF * spread + 1e-6:
+    if is_unlogged:
         return (
             f"the mean weight of {num} sessions is {mean_weight:.3g}: a part of what this version does was never "
             "logged; try it on some sessions (canary)"
