@@ -167,6 +167,8 @@ class Running(Captured):
     """The memory of the request's body; None for a short one."""
     is_sent_again: bool = False
     """Whether an engine has refused or lost it, so that one gets it a second time."""
+    is_broken_off: bool = False
+    """Whether an engine has broken it off; a second one that does is the last."""
     answer: bytes | None = None
     """What was sent to the client; None for a call that failed."""
     num_tokens: int = 0

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
 NOT_STORED = "not_stored"
 """Reason of a call whose turn is not known to be stored, in the metric alone."""
+LOST_TOGETHER_SECONDS = 1.0
+"""How long a call waits that its engine broke off: engines of one host are lost together, and are found lost by then."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
 
 
@@ -197,7 +199,11 @@ class Relay:
         cause = error if isinstance(error, Disconnected) else error.__cause__
         has_begun = running.has_sent or running.choices
         is_lost = isinstance(cause, NotConnected) and not cause.is_local
-        if (is_lost or (isinstance(cause, Broken) and not running.is_sent_again)) and not has_begun:
+        breaks_off = isinstance(cause, Broken) and not running.is_broken_off
+        if (is_lost or breaks_off) and not has_begun:
+            if breaks_off:
+                running.is_broken_off = True
+                await asyncio.sleep(LOST_TOGETHER_SECONDS)
             avoided, has_waited = lost.engine if lost.engine.is_serving else None, running.has_waited
             call, session = running.call, running.place.session
             with contextlib.suppress(EngineUnavailable, Conflict):  # its engine may have the only such weights

@@ -1,9 +1,11 @@
 """A call whose engine is killed is sampled anew by another one, unless its client has begun to get a reply."""
 
+import asyncio
 import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pytest
 from support.in_process import served
@@ -13,6 +15,7 @@ from support.waiting import wait_until
 from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, running_fake_engine
 
 from proxy import features
+from proxy.calls import relay
 from proxy.engines.pool import EnginePool
 from turnwise.errors import Conflict
 
@@ -94,6 +97,32 @@ def test_a_call_whose_engine_is_killed_is_sampled_anew_by_another_and_stored_onc
         assert reply.result().text.count("event: message_start") == ("messages" in path)
         assert moved(http) == 1
         assert lost.url not in ready(http) or when != "before it is sent"
+
+
+@pytest.mark.parametrize("has_the_call", [False, True], ids=["before it has the call", "with the call"])
+def test_a_call_survives_an_engine_that_is_lost_with_its_own(tmp_path, monkeypatch, has_the_call):
+    """A host is killed: its engines end one after the other."""
+    with fleet(tmp_path, 3) as (http, (lost, second, other)), ThreadPoolExecutor(1) as pool:
+        pausing, order = asyncio.sleep, [lost.url, second.url, other.url]
+
+        async def second_goes_too(seconds):
+            if seconds == relay.LOST_TOGETHER_SECONDS:
+                second.kill()
+            await pausing(0)
+
+        monkeypatch.setattr(relay, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": second_goes_too}))
+        monkeypatch.setattr(EnginePool, "_choose", lambda _, __, engines: min(engines, key=lambda e: order.index(e.url)))
+        second.answer(Rule(contains=TEXT, reply=Reply(text="never sent", pace_seconds=3600.0)))
+        if has_the_call:  # its first engine takes no connection any more
+            lost.kill()
+        else:
+            lost.fail_next(Fault(kind=FaultKind.RESET, count=2, contains=TEXT))  # a kept connection is opened anew
+        reply = pool.submit(http.post, CHAT, json=BODY)
+        if has_the_call:
+            wait_until(lambda: asked_of(second), "the second engine has the call")
+            second.kill()
+        assert reply.result().status_code == 200
+        assert (len(asked_of(second)), moved(http)) == (has_the_call, 2)
 
 
 def test_a_moved_call_pays_for_the_seconds_of_the_engine_that_answers_and_so_do_later_ones(tmp_path):
