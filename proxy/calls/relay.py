@@ -49,7 +49,7 @@ Send = Callable[[bytes], Coroutine[Any, Any, None]]
 NOT_STORED = "not_stored"
 """Reason of a call whose turn is not known to be stored, in the metric alone."""
 LOST_TOGETHER_SECONDS = 1.0
-"""How long a call waits that its engine broke off: engines of one host are lost together, and are found lost by then."""
+"""How long a call waits that its engine broke off: engines of one host are lost together, and are noticed by then."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
 
 

@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--part", choices=(*KINDS, FLEET), action="append", help="all by default")
     parser.add_argument("--agents", type=int, default=200, help="of the fleet")
     parser.add_argument("--engines", type=int, default=16, help="of the fleet")
+    parser.add_argument("--proxies", type=int, default=2, help="of the fleet")
     parser.add_argument("--real", type=int, default=0, help="vLLMs on the CPU beside the fleet's stand-ins")
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one event of the fleet to the next")
     asked = parser.parse_args()
@@ -58,7 +59,10 @@ def play_fleets(directory: Path, seed: int, asked: argparse.Namespace) -> tuple[
         parts.append((RealFleet, asked.real, num_real_agents))
     given = {"seconds": asked.minutes * 60, "every_seconds": asked.every}
     with contextlib.ExitStack() as running, ThreadPoolExecutor(len(parts)) as pool:
-        fleets = [running.enter_context(fleet(directory / kind.__name__, size, kind)) for kind, size, _ in parts]
+        fleets = [
+            running.enter_context(fleet(directory / kind.__name__, size, kind, num_proxies=asked.proxies))
+            for kind, size, _ in parts
+        ]
         played = [
             pool.submit(play, each, seed, say, num_agents=num_agents, **given)
             for each, (*_, num_agents) in zip(fleets, parts, strict=True)

@@ -47,6 +47,8 @@ class Observed:
         self.step_rewards: list[tuple[str, str, str]] = []
         """Tenant, session and turn of each reward that was acknowledged."""
         self.refusals: Counter[tuple[int, str]] = Counter()
+        self.messages: dict[tuple[int, str], str] = {}
+        """Of the first refusal of each kind."""
         self.broken_connections = 0
         self.attempts: list[tuple[float, float]] = []
         """Start and end of each attempt on the monotonic clock, in the order of their ends; seconds."""
@@ -157,6 +159,7 @@ class Agent:
             self._observed.violations.append(f"{url} answered {status} without an error: {raw[:200]!r}")
             return
         self._observed.refusals[status, error["code"]] += 1
+        self._observed.messages.setdefault((status, error["code"]), error["message"])
         if status not in PERMITTED:
             self._observed.violations.append(f"{url} answered {status}: {error['message']}")
 

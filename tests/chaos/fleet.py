@@ -1,6 +1,6 @@
 """Engines and hosts that come and go under many agents, each from a seed; then a check of every call and version.
 
-A file names the engines to two proxies. A host has several engines. New weights are published all the time. A call
+A file names the engines to several proxies. A host has several engines. New weights are published all the time. A call
 whose engine is killed may break only where its client has begun to get the reply.
 """
 
@@ -28,7 +28,6 @@ from turnwise.store import keys
 from turnwise.store.database import Database
 
 TENANTS = ("red", "blue")
-NUM_PROXIES = 2
 HOST_SIZE = 4
 PACE_SECONDS = 0.04
 """Of a stand-in for a token: a reply takes about a second, so that kills hit calls that run."""
@@ -45,7 +44,7 @@ class Fleet:
     fields: ClassVar[Mapping[str, Any]] = {}
     """What agents' requests have."""
 
-    def __init__(self, directory: Path, running: contextlib.ExitStack, num_engines: int) -> None:
+    def __init__(self, directory: Path, running: contextlib.ExitStack, num_engines: int, num_proxies: int) -> None:
         directory.mkdir(exist_ok=True)
         self._directory, self._running, self.size = directory, running, num_engines
         self._file = directory / "engines.json"
@@ -67,7 +66,7 @@ class Fleet:
             self._admin = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "chaos")[1]
         flags = ("--engines", f"file://{self._file}", *self.flags)
         self.proxies: list[RunningProxy] = [
-            running.enter_context(running_proxy(None, url, directory, *flags)) for _ in range(NUM_PROXIES)
+            running.enter_context(running_proxy(None, url, directory, *flags)) for _ in range(num_proxies)
         ]
         self.version = 0
         self.publish()
@@ -186,9 +185,9 @@ class Comings:
 
 
 @contextlib.contextmanager
-def fleet(directory: Path, num_engines: int, kind: type[Fleet] = Fleet) -> Iterator[Fleet]:
+def fleet(directory: Path, num_engines: int, kind: type[Fleet] = Fleet, *, num_proxies: int = 2) -> Iterator[Fleet]:
     with contextlib.ExitStack() as running:
-        yield kind(directory, running, num_engines)
+        yield kind(directory, running, num_engines, num_proxies)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -232,12 +231,13 @@ def play(
     ]
     cut = {error: n for error, n in crowd.observed.refusals.items() if error[0] == STREAM_BROKE}
     failed = crowd.observed.refusals - Counter(cut)
-    found += [f"{n} calls failed: {error}" for error, n in failed.items()]
+    found += [f"{n} calls failed: {error} {crowd.observed.messages[error]}" for error, n in failed.items()]
     if crowd.observed.broken_connections:
         found.append(f"{crowd.observed.broken_connections} connections broke")
     summary = (
-        f"{type(running).__name__}, seed {seed}: {num_agents} agents, {len(running.alive)} engines at the end and "
-        f"{len(running.all)} in all, {len(rounds)} events in {time.monotonic() - started:.0f} s "
+        f"{type(running).__name__}, seed {seed}: {num_agents} agents, {len(running.proxies)} proxies, "
+        f"{len(running.alive)} engines at the end and {len(running.all)} in all, "
+        f"{len(rounds)} events in {time.monotonic() - started:.0f} s "
         f"({dict(Counter(rounds))}), version {running.version}, {len(crowd.observed.replies)} replies seen whole, "
         f"{failed.total()} calls failed, "
         f"{sum(cut.values())} streams broke after they had begun, {running.num_moved()} calls sampled anew by another "

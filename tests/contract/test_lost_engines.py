@@ -111,7 +111,9 @@ def test_a_call_survives_an_engine_that_is_lost_with_its_own(tmp_path, monkeypat
             await pausing(0)
 
         monkeypatch.setattr(relay, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": second_goes_too}))
-        monkeypatch.setattr(EnginePool, "_choose", lambda _, __, engines: min(engines, key=lambda e: order.index(e.url)))
+        monkeypatch.setattr(
+            EnginePool, "_choose", lambda _, __, engines: min(engines, key=lambda e: order.index(e.url))
+        )
         second.answer(Rule(contains=TEXT, reply=Reply(text="never sent", pace_seconds=3600.0)))
         if has_the_call:  # its first engine takes no connection any more
             lost.kill()
