@@ -1,7 +1,8 @@
 """Versions from the trainer's memory: which engine is offered one, and how long it is spared after a failure.
 
-The ledger names the trainers. An engine receives a version while it serves calls as before. A version that no trainer
-holds, or that does not arrive, is loaded from its directory, so a failure here is no failure of the reload.
+The ledger names the trainers. An engine receives a version while it serves calls as before. Engines that need one at
+the same time receive it together and pass it on to each other; where that fails, each gets its own copy. A version that
+no trainer holds, or that does not arrive, is loaded from its directory, so a failure here is no failure of the reload.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.features.probes import ProbedLoader
 from proxy.metrics import Counted
 from proxy.reload.loader import Source, has_loaded, is_own_model
+from turnwise.engine_plugin import BACKEND
 from turnwise.errors import EngineError, EngineRefused, FilesNotRead
 from turnwise.features import transfers
 from turnwise.store import serving, versions
@@ -35,6 +37,10 @@ ANSWER_SECONDS = 10.0
 """How long a trainer may take to answer, unless it is asked to wait for a transfer."""
 REFUSED_SECONDS = 60.0
 """How long an engine that refused a transfer gets its versions from directories without being asked again."""
+GATHER_SECONDS = 0.1
+"""How long no further engine may need a version until those that do receive it together."""
+ALONE_SECONDS = 600.0
+"""How long engines get copies of their own after they failed to receive a version together."""
 LOST_SECONDS = 60.0
 """How long a restarted engine waits for the active version while it is not on disk and no trainer hands it out."""
 LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
@@ -47,6 +53,27 @@ class Offer(NamedTuple):
     version: int
     url: str
     probe: Probe | None
+
+
+class Receivers:
+    """Engines that receive a version together."""
+
+    def __init__(self) -> None:
+        self.num_workers: dict[Engine, int] = {}
+        """The number of processes that hold a part of each engine's model."""
+        self.sending: asyncio.Task[str | None]
+        """Ends with what went wrong."""
+        self._num_waiting = 0
+
+    async def outcome(self) -> str | None:
+        """Wait until all have it, or it failed; when nobody waits any more, the sending ends."""
+        self._num_waiting += 1
+        try:
+            return await asyncio.shield(self.sending)
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self.sending.cancel()
 
 
 class MemoryLoader(ProbedLoader):
@@ -62,11 +89,16 @@ class MemoryLoader(ProbedLoader):
         self._transfers = self._metrics.counter(*self.counters["transfers"])
         self._spared_until: dict[str, float] = {}
         """When weights from memory may be sent to an engine again, on the monotonic clock, by URL."""
+        self._alone_until: dict[str, float] = {}
+        """When an engine may receive weights with others again, in the same way."""
+        self._gathering: dict[tuple[str, int], Receivers] = {}
+        """Engines that have not begun to receive."""
         self._missed: tuple[int, float] | None = None
         """A version that a restarted engine cannot get, and since when, on the monotonic clock."""
 
     def appeared(self, engine: Engine) -> None:
         self._spared_until.pop(engine.url, None)
+        self._alone_until.pop(engine.url, None)
 
     async def check(self, version: PolicyVersion, engine: Engine) -> None:
         """Check a version as `Loader` does, unless a trainer holds it in memory."""
@@ -149,16 +181,70 @@ class MemoryLoader(ProbedLoader):
         return problem is None
 
     async def _send(self, offer: Offer, engine: Engine, seconds: float) -> str | None:
-        # The number of processes that hold a part of its model; an engine that does not say takes no weights.
+        # An engine that does not say how many processes hold a part of its model takes no weights.
         num_workers = int((await engine.ask("GET", "/get_world_size"))["world_size"])
-        request: Json = {"version": offer.version, "num_workers": num_workers}
+        if not _passes_on(engine) or time.monotonic() < self._alone_until.get(engine.url, 0.0):
+            return await self._transfer(offer, {engine: num_workers}, seconds)
+        key = offer.url, offer.version
+        group = self._gathering.get(key)
+        if group is None or group.sending.cancelling():
+            group = self._gathering[key] = Receivers()
+            group.sending = asyncio.create_task(self._send_together(offer, group, seconds))
+        group.num_workers[engine] = num_workers
+        problem = await group.outcome()
+        if problem is not None and len(group.num_workers) > 1:
+            problem = await self._transfer(offer, {engine: num_workers}, seconds)
+            if problem is None:
+                self._alone_until[engine.url] = time.monotonic() + ALONE_SECONDS
+        return problem
+
+    async def _send_together(self, offer: Offer, group: Receivers, seconds: float) -> str | None:
+        number, key = 0, (offer.url, offer.version)
+        try:
+            while number != len(group.num_workers):
+                number = len(group.num_workers)
+                await asyncio.sleep(GATHER_SECONDS)
+        finally:
+            if self._gathering.get(key) is group:
+                del self._gathering[key]
+        try:
+            problem = await self._transfer(offer, group.num_workers, seconds)
+        except EngineError as error:
+            if number == 1:
+                raise
+            problem = str(error)
+        if problem is not None and number > 1:
+            log.warning("version %d was not sent to %d engines together: %s", offer.version, number, problem)
+        return problem
+
+    async def _transfer(self, offer: Offer, receivers: Mapping[Engine, int], seconds: float) -> str | None:
+        """Send a version to engines with these numbers of workers; return what went wrong.
+
+        Raises:
+            EngineError: an engine refuses it.
+        """
+        request: Json = {"version": offer.version, "num_workers": sum(receivers.values())}
         started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
-        body = {"init_info": started["init_info"]}
-        await engine.ask("POST", "/init_weight_transfer_engine", body, seconds=seconds)
-        ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, seconds)
+        first_rank, asked, path = 1, [], f"/transfers/{started['transfer_id']}"
+        for engine, num_workers in receivers.items():
+            body = {"init_info": started["init_info"] | {"first_rank": first_rank}}
+            asked.append(engine.ask("POST", "/init_weight_transfer_engine", body, seconds=seconds))
+            first_rank += num_workers
+        try:
+            await asyncio.gather(*asked)
+        except EngineError:
+            await ask_trainer(offer.url, "POST", f"{path}/end", {}, ANSWER_SECONDS)
+            raise
+        ended = await ask_trainer(offer.url, "GET", path, {}, seconds)
         return "the trainer ended" if ended is None else ended["error"]
+
+
+def _passes_on(engine: Engine) -> bool:
+    """Return whether an engine says that it was started with the plug-in's weight transfers."""
+    config = (engine.info.get("vllm_config") or {}).get("weight_transfer_config") or {}
+    return bool(config.get("backend") == BACKEND)
 
 
 def _takes_no_weights(refused: EngineRefused) -> bool:

@@ -60,6 +60,7 @@ class Process:
     async def _probe(self, engine: Engine) -> None:
         if engine.url == self.unsuitable:
             raise EngineUnsuitable(f"{engine.url} gives raw logprobs")
+        engine.info = await engine.ask("GET", "/server_info")
 
     async def _announce(self, engine: Engine) -> None:
         for other in self.others:

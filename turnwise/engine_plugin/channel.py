@@ -1,17 +1,19 @@
-"""How a version goes from the trainer, as rank 0, to the workers of one engine: one buffer, over a gloo group.
+"""How a version goes from the trainer, as rank 0, to the workers of engines: one buffer, over a gloo group.
 
 Every transfer moves parts of the buffer, so its checksum shows that a version arrived whole, whichever way it came.
 Tensors are aligned to 16 bytes; the bytes between them are zero.
 
 Gloo works on any network and beside any device, and each wait has a time limit, so an engine survives a trainer that
 dies. Each transfer has its own group, so nothing of a dead process is left in the next one. The trainer listens for the
-rendezvous on its own address only.
+rendezvous on its own address only, and the group is made once all have come: who waits can be told that it is off.
 """
 
 from __future__ import annotations
 
 import math
 import socket
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
@@ -99,7 +101,11 @@ _dist: Any = torch.distributed
 """Untyped, because torch's stubs lack stores and process groups."""
 
 CHUNK_BYTES = 32 * 2**20
-SENDER = 0
+SENDER, PAIR = 0, 2
+HERE, START = "here/%d", "start"
+"""Keys of the rendezvous: that a rank has come, and whether the transfer starts (`YES`) or is off (`NO`)."""
+YES, NO = b"yes", b"no"
+POLL_SECONDS = 0.02
 
 
 class TransferFailed(Exception):
@@ -121,12 +127,28 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        self._seconds = seconds
+
+    def start(self, num_members: int, is_off: threading.Event) -> None:
+        """Wait for this number of members beside the trainer, and let them start.
+
+        Raises:
+            TransferFailed: It was called off, or they did not come in time; those that did are told.
+        """
+        keys, until = [HERE % (1 + number) for number in range(num_members)], time.monotonic() + self._seconds
+        while not (have_come := self.store.check(keys)) and time.monotonic() < until and not is_off.wait(POLL_SECONDS):
+            pass
+        self.store.set(START, YES if have_come else NO)
+        if not have_come:
+            why = "it was called off" if is_off.is_set() else f"not all workers came within {self._seconds:g} s"
+            raise TransferFailed(f"the transfer did not start: {why}")
 
 
 class Channel:
     """One member of a group that carries a version."""
 
     def __init__(self, store: Any, *, rank: int, size: int, address: str, seconds: float) -> None:
+        self._rank, self._size = rank, size
         try:
             options = _dist.ProcessGroupGloo._Options()  # noqa: SLF001  torch has no other way to set them
             options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
@@ -140,27 +162,51 @@ class Channel:
         """Join the trainer's group.
 
         Raises:
-            TransferFailed: The trainer does not answer, or the others do not come.
+            TransferFailed: The trainer does not answer, or calls it off, or the others do not come.
         """
         try:
             with socket.create_connection((host, port), seconds) as probe:
                 address = str(probe.getsockname()[0])
             store = _dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+            store.set(HERE % rank, YES)
+            is_on = bool(store.get(START) == YES)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"the trainer at {host}:{port} does not answer: {error}") from error
+        if not is_on:
+            raise TransferFailed("it was called off, because not all of its engines take part")
         return cls(store, rank=rank, size=size, address=address, seconds=seconds)
 
     def broadcast(self, buffer: Tensor, chunk_bytes: int) -> None:
         """Send the buffer, or fill it with what the trainer sends, in chunks that all members agree on.
 
+        No member sends more than two copies, however many there are: of each chunk the trainer sends each member one
+        part, and all pass on what they get. This is a scatter and a ring's allgather (Chan and others 2007, "Collective
+        communication: theory, practice, and experience").
+
         Raises:
-            TransferFailed: The connection broke, or the time limit passed.
+            TransferFailed: A connection broke, or the time limit passed.
         """
         try:
             for start in range(0, len(buffer), chunk_bytes):
-                self._group.broadcast(buffer[start : start + chunk_bytes], SENDER).wait()
+                chunk = buffer[start : start + chunk_bytes]
+                if self._size == PAIR:
+                    self._group.broadcast(chunk, SENDER).wait()
+                else:
+                    self._pass_on(chunk)
         except RuntimeError as error:
             raise TransferFailed(f"the transfer broke off: {_first_line(error)}") from error
+
+    def _pass_on(self, chunk: Tensor) -> None:
+        is_sender, options = self._rank == SENDER, _dist.ScatterOptions()
+        options.rootRank = SENDER
+        part = torch.empty(-(-len(chunk) // self._size), dtype=torch.uint8)
+        whole = torch.zeros(self._size * len(part), dtype=torch.uint8)
+        if is_sender:
+            whole[: len(chunk)] = chunk
+        self._group.scatter([part], [list(whole.split(len(part)))] if is_sender else [], options).wait()
+        self._group._allgather_base(whole, part).wait()  # noqa: SLF001  its only name for one buffer
+        if not is_sender:
+            chunk.copy_(whole[: len(chunk)])
 
     def agree(self, is_good: bool) -> bool:
         """Return whether all members pass True.

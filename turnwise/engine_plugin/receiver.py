@@ -19,6 +19,8 @@ from torch import Tensor
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TensorLayout, TransferFailed, checksum_of
 
 log = logging.getLogger(__name__)
+ENDING_SECONDS = 1.0
+"""How long a transfer that was called off may take to end before the next one."""
 _cuda: Any = torch.cuda
 """Untyped, because torch's stubs lack the type of `cudart`."""
 
@@ -31,11 +33,13 @@ class TransferInfo:
     host: str
     port: int
     world_size: int
-    """Members of the group: the trainer, and the engine's workers."""
+    """Members of the group: the trainer, and the workers of its engines."""
     layout: list[list[Any]]
     checksum: str
     chunk_bytes: int = CHUNK_BYTES
     seconds: float = 60.0
+    first_rank: int = 1
+    """Of the engine's workers in the group."""
 
 
 class Receiver:
@@ -50,17 +54,18 @@ class Receiver:
         """Version that the buffer holds; None while it is written."""
         self._error: str | None = None
 
-    def begin(self, info: TransferInfo, rank: int) -> None:
-        """Start to receive a version.
+    def begin(self, info: TransferInfo, worker: int) -> None:
+        """Start to receive a version, as the worker with this number in its engine, from 0.
 
         Raises:
             TransferFailed: Another one is still received.
         """
-        self._wait(0)
+        self._wait(ENDING_SECONDS)
         self._held, self._error = None, None
         # A new thread would pin memory through the first GPU, which another worker may use.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._thread = threading.Thread(target=self._receive, args=(info, rank, gpu), name="weights", daemon=True)
+        given = info, info.first_rank + worker, gpu
+        self._thread = threading.Thread(target=self._receive, args=given, name="weights", daemon=True)
         self._thread.start()
 
     def take(self, version: int, seconds: float) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +96,7 @@ class Receiver:
             if channel.agree(problem is None):
                 self._held = info.version
             else:
-                self._error = problem or "another worker of this engine did not receive it"
+                self._error = problem or "another worker did not receive it"
         except (TransferFailed, ValueError) as error:
             self._error = str(error)
 

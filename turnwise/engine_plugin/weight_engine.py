@@ -44,7 +44,7 @@ class TurnwiseWeights(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
-        self._receiver.begin(init_info, 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        self._receiver.begin(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
         """Do nothing: the model is not touched until the version is known to be whole."""

@@ -83,7 +83,10 @@ async def server_info(state: EngineState, _request: Request) -> Response:
     return reply_json(
         {
             "vllm_env": {ENFORCE_STRICT_TOOLS: state.script.enforces_strict_tools},
-            "vllm_config": {"model_config": {"max_logprobs": state.script.max_logprobs}},
+            "vllm_config": {
+                "model_config": {"max_logprobs": state.script.max_logprobs},
+                "weight_transfer_config": {"backend": "turnwise"} if state.script.weight_transfer else None,
+            },
         }
     )
 

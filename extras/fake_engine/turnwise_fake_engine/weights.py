@@ -33,7 +33,7 @@ async def init_weight_transfer_engine(state: EngineState, request: Request) -> R
     info = TransferInfo(**(await body_of(request))["init_info"])
     state.receiver = state.receiver or Receiver()
     try:
-        state.receiver.begin(info, 1)
+        state.receiver.begin(info, 0)
     except TransferFailed as error:
         return _failed("init_weight_transfer_engine", str(error))
     return reply_json({"message": "Weight transfer initialized"})

@@ -19,8 +19,10 @@ from turnwise_fake_engine import Script
 from proxy.engines.engine import EngineState
 from proxy.features.transfers import MemoryLoader
 from trainer.features.transfers import HeldVersions
-from trainer.features.transfers.server import WeightServer
+from trainer.features.transfers.server import Transfer, WeightServer
 from turnwise.engine_plugin import channel
+from turnwise.engine_plugin.channel import TransferFailed
+from turnwise.engine_plugin.receiver import Receiver
 from turnwise.features import transfers
 from turnwise.features.transfers import fail_unwritten
 from turnwise.store.versions import publish_version
@@ -106,6 +108,80 @@ async def test_engines_get_a_version_from_memory_while_they_take_calls_and_need_
             await process.look()
         assert process.versions == [2, 2]
         assert_received(stage, 2)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Iterator[Stage]:
+    with running_stage(tmp_path, *[Script(weight_transfer=True)] * 4) as stage:
+        yield stage
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[int]:
+    """The numbers of workers of the transfers that trainers start."""
+    numbers, start = list[int](), Transfer.__init__
+
+    def noted(self, payload, rendezvous, num_workers):
+        numbers.append(num_workers)
+        start(self, payload, rendezvous, num_workers)
+
+    monkeypatch.setattr(Transfer, "__init__", noted)
+    return numbers
+
+
+@pytest.fixture
+def many_trainer(many: Stage) -> Iterator[WeightServer]:
+    server = WeightServer(HeldVersions())
+    announce(many, server.url)
+    yield server
+    server.close()
+
+
+async def test_engines_that_need_a_version_at_the_same_time_get_it_from_one_another(many, many_trainer, sent):
+    """The first one gets it alone, and three at once; so do those that were restarted together."""
+    async with many.process() as process:
+        for version in (1, 2):
+            many_trainer.held.hold(version, weights(version), NO_PROBE)
+            publish_unwritten(many, version)
+            await process.follow()
+            assert process.versions == [version] * 4
+            assert_received(many, version)
+        assert sent == [1, 3, 1, 3]
+        for engine in many.engines[:3]:
+            engine.state.receiver, engine.state.weight_version, engine.state.received = None, "default", {}
+        for _ in range(2):
+            await process.look()
+        assert process.versions == [2] * 4
+        assert_received(many, 2)
+        assert sent == [1, 3, 1, 3, 3]
+
+
+@pytest.mark.parametrize("fault", ["one refuses", "one is killed"])
+async def test_engines_get_copies_of_their_own_where_they_cannot_receive_together(
+    many, many_trainer, fault, monkeypatch
+):
+    bad, begin = many.engines[3], Receiver.begin
+
+    def refuse(self, info, worker):
+        if info.first_rank == 3:
+            if fault == "one is killed":
+                bad.kill()
+            raise TransferFailed("another release of the plug-in")
+        begin(self, info, worker)
+
+    async with many.process() as process:
+        many_trainer.held.hold(1, weights(1), NO_PROBE)
+        many.publish(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Receiver, "begin", refuse)
+            await process.follow()
+        others = [1, 1, 1, 1] if fault == "one refuses" else [1, 1, 1, None]
+        assert process.versions == others
+        assert [loads[-1:] for loads in many.loads[:3]] == [["memory:1"]] * 3
+        many_trainer.held.hold(2, weights(2), NO_PROBE)
+        publish_unwritten(many, 2)
+        await process.follow()
+        assert process.versions == [each and 2 for each in others]
 
 
 async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_hands_it_out(stage):

@@ -50,10 +50,11 @@ SLEEP_SECONDS = 60.0
 
 
 class Transfer:
-    """One version on its way to one engine."""
+    """One version on its way to one engine, or to several that pass it on."""
 
     def __init__(self, payload: Tensor, rendezvous: Rendezvous, num_workers: int) -> None:
         self._num_workers = num_workers
+        self._is_off = threading.Event()
         self.error: str | None = None
         # The thread alone refers to the payload, which is as large as the model, and to the rendezvous and its port.
         # Both are released when it ends, while the result stays known.
@@ -63,8 +64,13 @@ class Transfer:
     def wait(self, seconds: float | None = None) -> None:
         self._thread.join(seconds)
 
+    def call_off(self) -> None:
+        """End it unless it has started: an engine does not take part, and the others wait no longer."""
+        self._is_off.set()
+
     def _send(self, payload: Tensor, rendezvous: Rendezvous) -> None:
         try:
+            rendezvous.start(self._num_workers, self._is_off)
             channel = Channel(
                 rendezvous.store,
                 rank=0,
@@ -150,6 +156,9 @@ class WeightServer:
                 transfer = self._transfers[transfer_id]
                 transfer.wait()
                 return HTTPStatus.OK, {"error": transfer.error}
+            case ("POST", "transfers", str(transfer_id), "end") if transfer_id in self._transfers:
+                self._transfers[transfer_id].call_off()
+                return HTTPStatus.OK, {}
         return NO_PAGE
 
     def _find(self, version: int) -> HeldVersion | None:
