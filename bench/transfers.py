@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -71,7 +72,9 @@ class Process:
 
     def __init__(self, running: contextlib.ExitStack, host: str, *arguments: str) -> None:
         command = ["ip", "netns", "exec", host, sys.executable, __file__, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # these addresses have no names
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=quiet, **pipes)
         running.callback(self._process.wait)
         running.callback(self._process.kill)
         self.answer()

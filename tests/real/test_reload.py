@@ -28,8 +28,9 @@ from support.proxies import RunningProxy, StartProxy
 from support.waiting import WAIT_SECONDS, wait_until
 from support.weights_in_memory import weights_in_memory
 
+from trainer.features.transfers.server import Transfer
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.engine_plugin.channel import Channel, TransferFailed
+from turnwise.engine_plugin.channel import Channel, Rendezvous, TransferFailed
 from turnwise.store.turns import TurnView
 
 pytestmark = pytest.mark.engine
@@ -395,6 +396,34 @@ def test_versions_in_float32_and_bfloat16_are_served_as_they_were_sent(served, e
             assert gap_of_engine(engine, directory) < TOLERANCE
     assert gap_of_engine(engine, first) > TOLERANCE
     assert metric(served, "turnwise_weight_transfers_total", result="sent") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("base_weights")
+def test_engines_that_pass_a_version_on_have_what_was_sent(engine, start_proxy, tmp_path, monkeypatch):
+    numbers, start = list[int](), Transfer.__init__
+
+    def noted(self: Transfer, payload: torch.Tensor, rendezvous: Rendezvous, num_workers: int) -> None:
+        numbers.append(num_workers)
+        start(self, payload, rendezvous, num_workers)
+
+    monkeypatch.setattr(Transfer, "__init__", noted)
+    with contextlib.ExitStack() as running:
+        others = [running.enter_context(running_engine(engine.model_dir, tmp_path / f"{n}.log")) for n in range(2)]
+        further = [flag for each in others for flag in ("--engine", each.url)]
+        proxy = start_proxy(engine.url, *further, "--holdout-share", "0")
+        wait_for_status(proxy, 0)
+        trainer = running.enter_context(weights_in_memory(proxy.database_url))
+        directory = engine.model_dir
+        for version in (1, 2):
+            directory = write_perturbed(directory, tmp_path / f"v{version}", version)
+            trainer.hold(version, directory)
+            publish_in_store(proxy, version, NOWHERE)
+            wait_for_status(proxy, version)
+            assert max(gap_of_engine(each, directory) for each in (engine, *others)) < TOLERANCE
+        assert metric(proxy, "turnwise_weight_transfers_total", result="sent") == 6
+        assert numbers == [1, 2, 1, 2]
+        proxy.kill()
 
 
 def test_a_half_sent_version_leaves_the_last_good_one_served(served, engine, tmp_path, monkeypatch):
