@@ -203,7 +203,7 @@ class Channel:
         whole = torch.zeros(self._size * len(part), dtype=torch.uint8)
         if is_sender:
             whole[: len(chunk)] = chunk
-        self._group.scatter([part], [list(whole.split(len(part)))] if is_sender else [], options).wait()
+        self._group.scatter([part], [list(whole.view(self._size, -1).unbind())] if is_sender else [], options).wait()
         self._group._allgather_base(whole, part).wait()  # noqa: SLF001  its only name for one buffer
         if not is_sender:
             chunk.copy_(whole[: len(chunk)])
