@@ -267,9 +267,11 @@ def test_up_refuses_a_model_whose_certificate_says_that_it_went_wrong(tmp_path):
     ],
 )
 def test_doctor_says_what_a_model_lacks_that_up_would_refuse(tmp_path, without, words):
-    model = make_model(tmp_path / "model")
+    model = make_model(tmp_path / "model", head_dim=32)
     (model / "tokenizer_config.json").write_text("{}")
     (model / "chat_template.jinja").write_text("{{ messages }}")
+    whole = CliRunner().invoke(doctor, ["--model", str(model)])
+    assert (whole.exit_code, whole.output.count("longest chain: about 256 tokens with ")) == (0, 2)
     (model / without).unlink()
     result = CliRunner().invoke(doctor, ["--model", str(model)])
     assert result.exit_code == 1

@@ -24,16 +24,18 @@ from trainer.batch.batch import Batch, Reals, Row
 from trainer.batch.forest import side_by_side
 from trainer.batch.ratios import Gauges
 from trainer.batch.selection import TOO_LONG, Unfit
-from trainer.features.devices import Sharded
+from trainer.features.devices import Sharded, least_bytes
 from trainer.features.gap import Verdicts
 from trainer.features.optimizers import state_of
 from trainer.model.agent import PolicyAgent
 from trainer.model.inputs import RowInputs
-from trainer.model.loading import base_of
+from trainer.model.loading import base_of, model_class, prepared, trainable_config
 from trainer.model.model import Policy
+from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.files import write_whole
 from turnwise.settings import Settings
+from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,11 @@ ROW_TOKENS = 8192
 ACTIVATIONS_OF_LAYER = 80
 """Bytes that a transformer layer keeps for the backward pass, per token and unit of its hidden size: as measured with
 bfloat16 autocast of float32 weights at 0.6B, and more than the 65 at 1.7B."""
+RECOMPUTED_OF_HIDDEN, RECOMPUTED_OF_INNER, KEPT_OF_HIDDEN = 90, 24, 4
+"""Bytes per token that the backward pass needs where activations are recomputed: for each unit of the hidden size and
+of the inner one in the layer that it is at, and for each unit of the hidden size in all others. Of float32."""
+LOSS_BYTES = 2**30
+"""What a chunk of logits takes, and what torch keeps for itself."""
 GRADIENT_BYTES = 4
 """Each of several processes has the gradient of every parameter: FSDP keeps it until the last row of a step."""
 
@@ -341,6 +348,34 @@ def memory_of_training(model: nn.Module, num_shards: int = 1) -> int:
     whole_gradient = GRADIENT_BYTES * trained if num_shards > 1 else 0
     activations = ACTIVATIONS_OF_LAYER * ROW_TOKENS * int(text.hidden_size) * int(text.num_hidden_layers)
     return state + whole_gradient + activations
+
+
+def longest_chain(settings: TrainerSettings, num_bytes: int) -> int:
+    """Return about how many tokens of one chain a process trains with this memory; at most those of the model.
+
+    It counts weights, optimizer and gradient, and what is recomputed; 0 where not even the former fit.
+    """
+    config = trainable_config(settings)
+    with torch.device("meta"):
+        model = prepared(model_class(config).from_config(config), settings)
+    text = config.get_text_config()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    state = least_bytes(settings, sum(parameter.numel() for parameter in base_of(model).parameters()), 1)
+    if settings.kind is PolicyKind.LORA:
+        state += STATE_BYTES * trained
+    most = int((num_bytes - state - LOSS_BYTES) // bytes_of_token(text))
+    return max(0, min(most, getattr(text, "max_position_embeddings", None) or most))
+
+
+def bytes_of_token(text: Any) -> int:
+    """Return the bytes per token that the backward pass needs where activations are recomputed, by a configuration."""
+    experts = getattr(text, "moe_intermediate_size", None) or 0
+    inner = max(
+        getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        experts * (getattr(text, "num_experts_per_tok", None) or 0),
+    )
+    kept = KEPT_OF_HIDDEN * text.hidden_size * text.num_hidden_layers
+    return int(kept + RECOMPUTED_OF_HIDDEN * text.hidden_size + RECOMPUTED_OF_INNER * inner)
 
 
 def _bytes_on(model: nn.Module, device: torch.device) -> int:

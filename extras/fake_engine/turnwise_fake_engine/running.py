@@ -20,6 +20,8 @@ from turnwise_fake_engine.tokens import write_tokenizer
 
 START_SECONDS = 600.0
 STOP_SECONDS = 5.0
+KILL_SECONDS = 60.0
+"""Deadline of a kill; the thread of one that was killed before answers none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class RunningFakeEngine:
     server: uvicorn.Server
 
     def kill(self) -> None:
-        """Reset all of its connections and close its port, as `kill -9` of its process does."""
+        """Reset all of its connections and close its port, as `kill -9` of its process does, before it returns."""
+        loop, ended = self.server.servers[0].get_loop(), threading.Event()
 
         def end() -> None:
             for listening in self.server.servers:
@@ -40,8 +43,10 @@ class RunningFakeEngine:
             for each in list(self.server.server_state.connections):
                 each.transport.abort()
             self.server.should_exit = self.server.force_exit = True
+            loop.call_soon(ended.set)  # after the connections, which are reset in the loop's next round
 
-        self.server.servers[0].get_loop().call_soon_threadsafe(end)
+        loop.call_soon_threadsafe(end)
+        ended.wait(KILL_SECONDS)
 
     @property
     def calls(self) -> list[SeenCall]:

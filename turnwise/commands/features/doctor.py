@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,19 +79,24 @@ def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]
 def _examine_model(model: str) -> Iterator[Finding]:
     """Yield whether a model can be served and trained here, what an adapter of it changes, and its certificate."""
     from trainer.features import Settings
+    from trainer.features.memory import longest_chain
     from turnwise.commands.features.certify.certificate import Certificate
     from turnwise.commands.preflight import check_trained
-    from turnwise.processes.engine_command import EngineSettings, check_model_fits
+    from turnwise.processes.engine_command import EngineSettings, check_model_fits, gpu_bytes
     from turnwise.processes.installation import Finding, Severity
     from turnwise.processes.served_model import check_chat_template, check_model_directory
 
+    memory = next(iter(gpu_bytes()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for kind in PolicyKind:
         engine = EngineSettings(model=model, lora=kind is PolicyKind.LORA)
         try:
             check_model_directory(Path(model))
             check_chat_template(model, ())
             check_model_fits(engine)
-            notes = check_trained(Settings(model=model, kind=kind))
+            trainer = Settings(model=model, kind=kind)
+            notes = check_trained(trainer)
+            length = f"{longest_chain(trainer, memory):,} tokens with {memory / 1e9:.1f} GB for the trainer alone"
+            notes["longest chain"] = f"about {length}, activations recomputed"
             text = "; ".join(f"{name}: {note}" for name, note in notes.items())
             yield Finding(f"model, kind {kind}", Severity.OK, text)
         except TurnwiseError as error:
