@@ -257,11 +257,17 @@ class Reloader:
         return is_driver
 
     async def _open(self, engine: Engine) -> None:
-        """Check an engine, again where another one has been opened first: others are compared with that one."""
+        """Check an engine, again where another one has been opened first: others are compared with that one.
+
+        Other engines get new versions meanwhile; this one then loads the active version before it gets calls.
+        """
         was_alone = not self._pool.serving
         await self._check_engine(engine)
         if was_alone and self._pool.serving:
             await self._check_engine(engine)
+        await self._pool.refresh()
+        if not self._default.is_right(engine) and not await self._restore(engine):
+            return
         engine.change(EngineState.READY)
         version = self._pool.version_on(engine)
         self._metrics.policy_version.set(version)

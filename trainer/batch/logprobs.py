@@ -115,7 +115,7 @@ class _Logprobs(torch.autograd.Function):
             scaled_CV, _ = scaled_logits(given, weight_VH, temperature_U, processing, chunk)
             log_p_CV, normaliser_U[chunk] = log_softmax(scaled_CV, processing)
             entropy_U[chunk] = entropy_of(log_p_CV, processing)
-            place, inside = _places_in(chunk, which)
+            place, inside = places_in(chunk, which)
             selected = torch.where(inside, log_p_CV[place, target], selected)
         ctx.processing = processing
         ctx.save_for_backward(given, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
@@ -143,7 +143,7 @@ class _Logprobs(torch.autograd.Function):
                 log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk, ctx.processing
             )
             if not is_direct:
-                place, inside = _places_in(chunk, which)
+                place, inside = places_in(chunk, which)
                 gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
             if scales:
                 pull_back(gradient_CV, scales)
@@ -158,7 +158,7 @@ class _Logprobs(torch.autograd.Function):
         return gradient, weight_gradient, None, None, None, None
 
 
-def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
+def places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
     """Return the place of each trained token's predictor in a chunk, and whether it lies there. [m] each.
 
     Other tokens get a place too: to choose some of them by a mask, the CPU would wait for the GPU to count them.

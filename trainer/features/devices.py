@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.features.critic import NO_SHARDED_CRITIC
 from trainer.features.heartbeats import watch
 from trainer.features.optimizers import state_of
-from trainer.features.own_directories import fill_from_first, gathered
+from trainer.features.own_directories import fill_from_first, gathered, is_local
 from trainer.model.loading import (
     PACKED,
     WHOLE_MODEL,
@@ -123,7 +123,7 @@ class Processes(World):
                 return False
 
         nonce = self.from_first(write)
-        found = self.gather((socket.gethostname(), comes_true(is_seen)))
+        found = self.gather((socket.gethostname(), is_seen() if is_local(directory) else comes_true(is_seen)))
         strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
         if strange:
             self.is_apart, self.background_group = True, None

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.batch.batch import build
 from trainer.batch.chain import Chain
 from trainer.batch.logits import Processing
-from trainer.batch.logprobs import chunks_of, entropy_of, log_softmax, scaled_logits
+from trainer.batch.logprobs import chunks_of, entropy_of, log_softmax, places_in, scaled_logits
 from trainer.batch.selection import TOO_LONG, UNKNOWN_SUPPORT, Unfit, why_untrainable
 from trainer.claims.holds import Beside, Hold
 from trainer.model.inputs import RowInputs
@@ -208,23 +208,31 @@ class Estimates(Beside[EstimateSettings]):
 
 def moments(policy: Policy, inputs: RowInputs) -> Tensor:
     """Return the logprobs of a row's trained tokens, and the mean of −log π and its variance there. [3, m]."""
-    logprobs, entropy, output = policy.outputs(inputs)
-    variance_U = variances(*policy.with_head(output), inputs.temperature, inputs.processing)
-    return torch.stack([logprobs, entropy, variance_U[inputs.which]])
+    given, weight_VH = policy.with_head(policy.output(inputs))
+    return moments_of(given, weight_VH, inputs.which, inputs.target, inputs.temperature, inputs.processing)
 
 
 @torch.no_grad()
-def variances(
-    given: Tensor, weight_VH: Tensor | None, temperature_U: Tensor, processing: Processing | None = None
+def moments_of(
+    given: Tensor,
+    weight_VH: Tensor | None,
+    which: Tensor,
+    target: Tensor,
+    temperature_U: Tensor,
+    processing: Processing | None = None,
 ) -> Tensor:
-    """Return the variance of log π, of which the entropy is the mean, by what `token_logprobs` takes; float32. [U]."""
-    found_U = torch.empty(len(given), dtype=torch.float32, device=given.device)
+    """Return what `token_logprobs` returns, bit by bit, and the variance of log π, of logits computed once. [3, m]."""
+    found_U = torch.empty(2, len(given), dtype=torch.float32, device=given.device)
+    selected = found_U.new_zeros(len(which))
     for chunk in chunks_of(given, weight_VH):
         log_p_CV, _ = log_softmax(scaled_logits(given, weight_VH, temperature_U, processing, chunk)[0], processing)
         entropy_C = entropy_of(log_p_CV, processing)
+        place, inside = places_in(chunk, which)
+        selected = torch.where(inside, log_p_CV[place, target], selected)
         off_CV = log_p_CV + entropy_C[:, None]
-        found_U[chunk] = (log_p_CV.exp() * off_CV * off_CV).sum(-1)  # a square alone overflows where p is 0
-    return found_U
+        variance_C = (log_p_CV.exp() * off_CV * off_CV).sum(-1)  # a square alone overflows where p is 0
+        found_U[:, chunk] = torch.stack([entropy_C, variance_C])
+    return torch.stack([selected, *found_U[:, which]])
 
 
 def why_worse(estimated: Json) -> str | None:

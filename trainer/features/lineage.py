@@ -13,6 +13,7 @@ from pathlib import Path
 import turnwise
 from trainer.claims.holds import Hold
 from trainer.claims.ledger import outlast
+from trainer.publish.checkpoint import writing
 from trainer.settings import TrainerSettings
 from turnwise.features.lineage import versions as lineage
 from turnwise.files import replaced
@@ -46,7 +47,7 @@ class Lineage(Hold[TrainerSettings]):
 
         manifest, signature = outlast(note, ledger.process)
         if signature is not None:
-            with replaced(path / MANIFEST) as staged:
+            with writing(path / MANIFEST), replaced(path / MANIFEST) as staged:
                 document = json.dumps({"manifest": manifest, "signature": signature}, indent=2)
                 staged.write_text(document + "\n", encoding="utf-8")
 

@@ -7,7 +7,9 @@ holds no more than one whole tensor beside that.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.world import World, copied
 from turnwise.errors import BadCheckpoint
+
+MOUNTS = Path("/proc/self/mountinfo")
+LOCAL = frozenset({"ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs"})
+"""File systems of one machine: they show at once what is written there, and never what another machine writes."""
+
+
+def is_local(place: Path) -> bool:
+    """Return whether a place, which may not exist, is known to be on a file system of this machine alone."""
+    place = place.resolve()
+    try:
+        device = next(each for each in (place, *place.parents) if each.exists()).stat().st_dev
+        mounts = [line.split() for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return False
+    own = [mount for mount in mounts if mount[2] == f"{os.major(device)}:{os.minor(device)}"]
+    return bool(own) and all(mount[mount.index("-") + 1] in LOCAL for mount in own)
 
 
 def gathered(world: World, tensors: dict[str, Any]) -> dict[str, Any] | None:

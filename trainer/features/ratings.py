@@ -188,11 +188,12 @@ class ByHead(Beside[TrainerSettings]):
         values = np.array([corrected(sessions[n], rated, share * float(means[n]), portion) for n in batch])
         spread = float(values.std())
         rated_ones = features.of(is_rated)
+        space_of_rated = Space.of(rated_ones)
         gauges: Json = {
             "num_predicted_sessions": int((~is_rated).sum()),
             "head_share": share,
-            "head_auroc": left_out(rated_ones, ratings),
-            "head_auroc_shuffled": shuffled(rated_ones, ratings),
+            "head_auroc": left_out(rated_ones, ratings, space_of_rated),
+            "head_auroc_shuffled": shuffled(rated_ones, ratings, space_of_rated),
         }
         # Ten equal ratings compare nothing: advantages would be the head's noise, at full size.
         if not spread > 0 or np.ptp(ratings[is_claimed[is_rated]]) == 0:

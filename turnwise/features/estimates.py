@@ -16,14 +16,14 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.chains import TRAINABLE_OUTCOMES, Experience
+from turnwise.chains import Experience
 from turnwise.features.statistics import off_policy
 from turnwise.features.statistics.confidence import Looks
 from turnwise.features.statistics.off_policy import MIN_EFFECTIVE, MIN_SESSIONS, change
 from turnwise.store import extensions
 from turnwise.store.experiences import MAY_BE_TRAINED, Shape, stream
 from turnwise.store.groups import GroupChange, drop
-from turnwise.store.schema import groups, sessions, trained_sessions, turns, updates
+from turnwise.store.schema import HAS_TRAINABLE_OUTCOME, groups, sessions, trained_sessions, turns, updates
 from turnwise.store.selection import takes
 from turnwise.store.statements import is_among
 from turnwise.types import (
@@ -178,7 +178,7 @@ def _unread(conn: sa.Connection, pks: Sequence[int], roles: Collection[Role], po
         .where(
             is_among(conn.dialect, turns.c.session_pk, sorted(pks)),
             turns.c.policy_id == policy_id,
-            turns.c.outcome.not_in([each.value for each in TRAINABLE_OUTCOMES]),
+            ~HAS_TRAINABLE_OUTCOME,
             # A redacted reply has no tokens, and was sampled; a call that failed sampled nothing.
             sa.or_(sa.func.length(turns.c.token_ids) > 0, turns.c.outcome == Outcome.UNTRAINABLE.value),
             sa.func.coalesce(turns.c.role, Role.MAIN.value).in_([role.value for role in roles]),

@@ -10,15 +10,13 @@ from collections.abc import Collection
 
 import sqlalchemy as sa
 
-from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.store.extensions import Extension, GroupEvent
 from turnwise.store.groups import ready
-from turnwise.store.schema import groups, sessions, turns
+from turnwise.store.schema import HAS_TRAINABLE_OUTCOME, groups, sessions, turns
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
 from turnwise.types import GroupStatus, SessionStatus
 
 PARTS_AT_ONCE = 500
-_TRAINABLE = [outcome.value for outcome in TRAINABLE_OUTCOMES]
 _OF_A_PART = frozenset(
     {
         *("group_pk", "part_of", "policy_id", "policy_version_first", "num_sessions", "num_finished"),
@@ -70,7 +68,7 @@ def add_parts(conn: sa.Connection, group_pks: Collection[int]) -> None:
             sessions.c.num_rewards > 0,
             sessions.c.train == 1,
             turns.c.policy_id != groups.c.policy_id,
-            turns.c.outcome.in_(_TRAINABLE),
+            HAS_TRAINABLE_OUTCOME,
         )
         .group_by(groups.c.group_pk, turns.c.policy_id)
     )

@@ -6,9 +6,8 @@ import datetime
 
 import sqlalchemy as sa
 
-from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.store.rows import to_micros
-from turnwise.store.schema import groups, sessions, turns
+from turnwise.store.schema import HAS_TRAINABLE_OUTCOME, groups, sessions, turns
 from turnwise.store.statements import unindexed
 from turnwise.types import DEFAULT_POLICY, GroupStatus, SessionStatus
 
@@ -32,7 +31,7 @@ def oldest_version_in_flight(
             turns.c.policy_id == policy_id,
             sessions.c.status.in_([status.value for status in SessionStatus]),
             sessions.c.last_active_at >= to_micros(active_since),
-            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
+            HAS_TRAINABLE_OUTCOME,
         )
     )
     found: int | None = conn.execute(oldest).scalar_one()

@@ -14,7 +14,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.parts import sizes_of
 from turnwise.sampling import Sampled, left_out_by
 from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.schema import groups, policies, sessions, turns
+from turnwise.store.schema import HAS_TRAINABLE_OUTCOME, groups, policies, sessions, turns
 from turnwise.store.selection import is_session
 from turnwise.store.statements import beginning_of_parts, is_among, size_of
 from turnwise.store.updates import trained_in
@@ -60,7 +60,7 @@ def _samplings(conn: sa.Connection, pks: Sequence[int], *wanted: sa.ColumnElemen
     if not pks:
         return []
     fit = (
-        turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
+        HAS_TRAINABLE_OUTCOME,
         sa.or_(turns.c.role.is_(None), turns.c.role.in_([role.value for role in TRAINED_ROLES])),
     )
     of_sessions = is_among(conn.dialect, turns.c.session_pk, pks)

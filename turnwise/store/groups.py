@@ -17,12 +17,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store import extensions
 from turnwise.store.extensions import GroupEvent
 from turnwise.store.rows import StoredRow, to_micros
-from turnwise.store.schema import groups, sessions, turns
+from turnwise.store.schema import HAS_TRAINABLE_OUTCOME, groups, sessions, turns
 from turnwise.store.selection import LockedSession, has_policy
 from turnwise.store.statements import insert_new_rows, is_among, unindexed
 from turnwise.types import DEFAULT_POLICY, IMPORT, GroupKey, GroupStatus, Session, SessionKey, SessionStatus, utc_now
@@ -245,7 +244,7 @@ def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[in
         .join_from(turns, sessions)
         .where(
             is_among(conn.dialect, turns.c.session_pk, session_pks),
-            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
+            HAS_TRAINABLE_OUTCOME,
             turns.c.policy_id == sessions.c.policy_id,
         )
         .group_by(sessions.c.group_pk)

@@ -18,6 +18,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.types import (
     Logprobs,
     Parts,
@@ -142,6 +143,7 @@ turns = sa.Table(
     index("ix_turns_failed", "created_at", where="outcome = 'error'"),
     index("ix_turns_policy", "session_pk", "policy_id"),
 )
+HAS_TRAINABLE_OUTCOME = turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES])
 
 rewards = sa.Table(
     "rewards",

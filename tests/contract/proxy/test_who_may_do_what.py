@@ -22,7 +22,10 @@ WITHOUT_ACTION = {"GET /", "GET /healthz", "GET /readyz"}
 
 
 class World:
-    """A proxy with one key per role for each of two tenants, and two sessions with one turn in each tenant."""
+    """A proxy with one key per role for each of two tenants, and two sessions with one turn in each tenant.
+
+    One session of theirs may be trained.
+    """
 
     def __init__(self, http: TestClient, database: Database) -> None:
         self.http = http
@@ -44,6 +47,10 @@ class World:
                     "POST", f"/sessions/{session_id}/v1/chat/completions", self.keys[tenant, "admin"], CHAT
                 )
                 self.turns[tenant, session_id] = called.json()["id"]
+        admin = self.keys["theirs", "admin"]
+        self.ask("POST", "/v1/rewards", admin, {"session_id": "theirs-other", "value": 1.0})
+        self.ask("POST", "/v1/sessions/theirs-other/end", admin, {})
+        assert "theirs-other" in self.ask("GET", "/v1/experiences", admin).text
 
     def ask(self, method: str, path: str, key: str, body: Mapping[str, Any] | None = None) -> Any:
         return self.http.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})

@@ -277,6 +277,22 @@ async def test_an_engine_that_hangs_in_its_first_chat_holds_up_no_other_engine_a
         assert stage.loads[1] == ["v1", "v1", "v2"]
 
 
+async def test_an_engine_gets_no_call_before_it_has_the_version_that_became_active_while_it_was_checked(
+    stage, monkeypatch
+):
+    async with stage.process() as process:
+        await process.serve(1)
+
+        async def check(_: Engine) -> None:
+            await process.serve(2)
+
+        monkeypatch.setattr(process.reloader, "_check_engine", check)
+        process.pool.engines[1].take_out("it is checked again")
+        await process.look()
+        assert process.versions == [2, 2]
+        assert stage.loads == [["v1", "v2"]] * 2
+
+
 async def test_an_engine_that_a_dead_driver_left_paused_with_the_active_version_is_resumed(stage):
     stage.publish(1)
     async with stage.process() as process:

@@ -219,6 +219,21 @@ def test_where_processes_do_not_see_one_directory_the_first_one_keeps_all_and_sa
     first.close()
 
 
+@pytest.mark.parametrize(("kind", "waits"), [("ext4", False), ("nfs4", True), (None, True)])
+def test_a_file_that_a_local_directory_does_not_have_is_not_waited_for(place, monkeypatch, tmp_path, kind, waits):
+    """It cannot come from another machine. What a network file system shows late is waited for, and of an unknown."""
+    device, mounts, waited = tmp_path.stat().st_dev, tmp_path / "mountinfo", []
+    if kind is not None:
+        numbers = f"{os.major(device)}:{os.minor(device)}"
+        mounts.write_text(f"22 1 0:21 / /proc rw - proc proc rw\n23 1 {numbers} / / rw shared:1 - {kind} disk rw\n")
+    monkeypatch.setattr("trainer.features.own_directories.MOUNTS", mounts)
+    monkeypatch.setattr("trainer.features.devices.comes_true", lambda check: waited.append(check()))
+    second = TwoProcesses(is_shared_there=True)
+    second.rank = 1
+    second.check_shared(place)
+    assert (second.is_apart, len(waited)) == (True, waits)
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 10)])
 def test_a_state_counts_as_written_only_once_every_processs_shards_are_there(place, monkeypatch, damage):
     """Here they are lost between the processes' writing and the first one's look."""

@@ -56,8 +56,9 @@ def test_it_ranks_what_it_was_not_fitted_to_and_knows_nothing_of_shuffled_rating
         truth[~of], seen.states[~of] @ np.linalg.qr(np.random.default_rng(9).normal(size=(64, 8)))[0][:, 0]
     )
     assert head.auroc(truth[~of], predicted) > best - 0.1
-    assert head.shuffled(rated, truth[of], repeats=20) == pytest.approx(0.5, abs=0.06)
-    assert head.left_out(rated, truth[of]) > 0.6
+    space = head.Space.of(rated)
+    assert head.shuffled(rated, truth[of], space, repeats=20) == pytest.approx(0.5, abs=0.06)
+    assert head.left_out(rated, truth[of], space) > 0.6
 
 
 def test_what_it_says_of_a_session_holds_as_often_as_it_says():

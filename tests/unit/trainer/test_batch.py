@@ -15,7 +15,7 @@ from trainer.batch.forest import Forest, dense_mask
 from trainer.batch.logprobs import LOGITS_IN_CHUNK, token_logprobs
 from trainer.batch.selection import why_untrainable
 from trainer.features import Settings
-from trainer.features.estimates import variances
+from trainer.features.estimates import moments_of
 from trainer.model.agent import PolicyAgent, row_data
 from trainer.model.model import Policy
 from turnwise.chains import Experience, merge_session, split_session
@@ -239,7 +239,9 @@ def test_logprobs_from_logits_and_their_gradient_equal_autograd_through_log_soft
     torch.testing.assert_close(logprobs.double(), log_p[which, target], atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-6, rtol=0)
     expected_variance = (log_p.exp() * log_p**2).sum(-1) - (log_p.exp() * log_p).sum(-1) ** 2
-    torch.testing.assert_close(variances(logits, None, temperature).double(), expected_variance, atol=1e-5, rtol=0)
+    *same, variance = moments_of(logits, None, which, target, temperature)
+    assert torch.equal(torch.stack(same), torch.stack([logprobs, entropy]))
+    torch.testing.assert_close(variance.double(), expected_variance[which], atol=1e-5, rtol=0)
     torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-6, rtol=0)
 
 

@@ -170,21 +170,22 @@ def auroc(ratings: Sequence[float] | Reals, predicted: Sequence[float] | Reals) 
     return float(np.mean((above[:, None] > below) + (above[:, None] == below) / 2))
 
 
-def shuffled(rated: Features, ratings: Sequence[float] | Reals, *, seed: int = 0, repeats: int = 5) -> float | None:
+def shuffled(
+    rated: Features, ratings: Sequence[float] | Reals, space: Space, *, seed: int = 0, repeats: int = 5
+) -> float | None:
     """Return the mean AUROC, on every fifth session, of heads fitted to ratings that are shuffled; about 0.5.
 
     More than that shows that the check itself leaks: the head would find what is not there.
     """
     wanted, rng = np.asarray(ratings, np.float64), np.random.default_rng(seed)
-    space = Space.of(rated)
     found = [left_out(rated, rng.permutation(wanted), space) for _ in range(repeats)]
     known = [each for each in found if each is not None]
     return sum(known) / len(known) if known else None
 
 
-def left_out(rated: Features, ratings: Sequence[float] | Reals, space: Space | None = None) -> float | None:
+def left_out(rated: Features, ratings: Sequence[float] | Reals, space: Space) -> float | None:
     """Return the AUROC of the head on ratings that it was not fitted to, each left out once."""
-    wanted, space = np.asarray(ratings, np.float64), space or Space.of(rated)
+    wanted = np.asarray(ratings, np.float64)
     predicted = np.full(len(wanted), np.nan)
     for fold in range(FOLDS):
         out = np.arange(len(wanted)) % FOLDS == fold
