@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 NUM_READERS = 8
 ANNOUNCE_SECONDS = 1.0
 """How long an engine stays paused at most until all processes have noted what it has loaded."""
-FIND_SECONDS = 5.0
-"""How long an engine waits while the chat template is found with another one, which may hang; then it is asked too."""
 
 
 class Beside:
@@ -209,7 +207,6 @@ class Services:
         self.steps = Steps(features.steps, self)
         self.writer.row_steps = self.steps.rows
         self.sessions = self._sessions(faults)
-        self._finding = asyncio.Lock()
         self.native_ids = features.native_ids
         self.attempts = features.attempts(database, settings.cache_share("answers"))
         self.relay = Relay(self.pool, self.sessions, self.attempts, self.steps, self.writer, settings, metrics, faults)
@@ -297,21 +294,11 @@ class Services:
         for check in self.engine_checks:
             await check(engine)
         if self.sessions.template is None:
-            await self._find_template(engine)
-
-    async def _find_template(self, engine: Engine) -> None:
-        """Find the chat template with one engine at a time: loading one takes a second of CPU, and one is enough."""
-        async with contextlib.AsyncExitStack() as turn:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIND_SECONDS):
-                    await turn.enter_async_context(self._finding)
-            if self.sessions.template is not None:
-                return
             is_checked = self.settings.engine_check != "off"
             found = await find_template(engine, self.settings.tokenizer, is_checked=is_checked)
             if found is not None:
                 await asyncio.to_thread(self._features.prepare, found)
-            if self.sessions.template is None:  # another engine may have been faster
+            if self.sessions.template is None:  # another engine may have been the first
                 self.sessions.learn_template(found)
 
     async def close(self) -> None:
