@@ -105,23 +105,6 @@ def exist_on_disk(found: Iterable[PolicyVersion]) -> dict[int, bool | None]:
     return {version.version: on_disk(version) for version in found}
 
 
-def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
-    """Return the size of the files of some versions, and of the trainer's states beside them; None if it is unknown.
-
-    A state beside a version that was published by hand is not of its policy: the directory may be another policy's.
-    As `on_disk`, it reads the file system.
-    """
-    places = []
-    for version in found:
-        if version.version > 0 and on_disk(version):
-            path = Path(version.path)
-            places += [path] if version.update_id is None else [path, state_directory(path.parent, version.version)]
-    try:
-        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
-    except OSError:
-        return None
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return a version's weight files in the order of their names; none where there is no readable directory.
 

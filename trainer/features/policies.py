@@ -32,14 +32,13 @@ from trainer.train import Features, Training
 from trainer.versions.resume import OptimizerLike
 from trainer.versions.state import State
 from turnwise.errors import SettingsError
-from turnwise.features.policies import measured_versions, trained_tokens_since
+from turnwise.features.policies import measured_versions, num_bytes_on_disk, trained_tokens_since
 from turnwise.settings import Settings
 from turnwise.store import database, policies, rows, trainer_reports
 from turnwise.store.database import Connection, Database
 from turnwise.store.serving import ServingState
 from turnwise.types import DEFAULT_POLICY, PolicyKind
 from turnwise.types import Policy as NamedPolicy
-from turnwise.version_directory import num_bytes_on_disk
 
 log = logging.getLogger(__name__)
 

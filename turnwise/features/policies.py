@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -53,7 +54,7 @@ from turnwise.types import (
     PolicyVersion,
     utc_now,
 )
-from turnwise.version_directory import num_bytes_on_disk
+from turnwise.version_directory import on_disk, state_directory
 
 MAX_NAME = 100
 MAX_DIGITS = 10
@@ -365,6 +366,23 @@ def _has_policy(name: str, tenant: str | None) -> sa.ColumnElement[bool]:
 
 
 EXTENSION = Extension(publishable=check_publishable, conditions={"policy": _has_policy})
+
+
+def num_bytes_on_disk(found: Iterable[PolicyVersion]) -> int | None:
+    """Return the size of the files of some versions, and of the trainer's states beside them; None if it is unknown.
+
+    A state beside a version that was published by hand is not of its policy: the directory may be another policy's.
+    As `on_disk`, it reads the file system.
+    """
+    places = []
+    for version in found:
+        if version.version > 0 and on_disk(version):
+            path = Path(version.path)
+            places += [path] if version.update_id is None else [path, state_directory(path.parent, version.version)]
+    try:
+        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+    except OSError:
+        return None
 
 
 def sizes_on_disk(of_policies: Mapping[int, Iterable[PolicyVersion]]) -> dict[int, int | None]:
