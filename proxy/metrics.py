@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 from prometheus_client import (
@@ -16,6 +16,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 STORED = {
     "turnwise_groups": (
@@ -48,6 +50,8 @@ class Metrics:
         """Returns what is rendered: the values of all processes of the proxy."""
         self._counters: dict[str, Counter] = {}
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []
+        self.gone_engines: set[str] = set()
+        """Addresses of engines that have left: their gauges are not rendered, their counts are."""
         self._sum = functools.partial(Gauge, registry=self.registry, multiprocess_mode="livesum")
         """A gauge that is the sum over the workers that run."""
         self.newest = functools.partial(Gauge, registry=self.registry, multiprocess_mode="mostrecent")
@@ -85,7 +89,7 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         self.refresh()
-        return generate_latest(self.sum_up())
+        return generate_latest(_Present(self.sum_up(), self.gone_engines))
 
     def _add_calls(self) -> None:
         self.turns = self.counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"])
@@ -162,6 +166,20 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
+
+
+class _Present(Collector):
+    """All metrics but the gauges of engines that have left; processes that share files can remove none of them."""
+
+    def __init__(self, metrics: Collector, gone_engines: Collection[str]) -> None:
+        self._metrics, self._gone_engines = metrics, gone_engines
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metrics.collect():
+            if metric.type == "gauge":
+                gone = self._gone_engines
+                metric.samples = [each for each in metric.samples if each.labels.get("engine") not in gone]
+            yield metric
 
 
 def _with_kept_children(metric: M) -> M:

@@ -79,6 +79,8 @@ class EnginePool:
         self._wait_seconds = wait_seconds
         self.expects_more = False
         """Whether engines may still be named that are not known yet, so that calls wait for them."""
+        self.naming_problem: str | None = None
+        """Why it cannot be read which engines there are."""
         self._in_flight = 0
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
@@ -88,6 +90,7 @@ class EnginePool:
     def add(self, url: str) -> Engine:
         """Take an engine that gets calls once the reloader has admitted it."""
         engine, metrics = Engine(url, **self._options), self._metrics
+        metrics.gone_engines.discard(engine.url)
         engine.on_change = functools.partial(self._note_change, engine)
         metrics.engine_up.labels(engine.url).set(0)
         engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
@@ -105,6 +108,7 @@ class EnginePool:
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
             if self.engine_at(engine.url) is None:  # it may have come back meanwhile
                 self._metrics.stop_computing(self._metrics.engine_calls.labels(engine.url))
+                self._metrics.gone_engines.add(engine.url)
         finally:
             await engine.close()
 
@@ -226,9 +230,8 @@ class EnginePool:
 
     def _choose(self, key: str, engines: list[Engine]) -> Engine:
         if not engines:
-            raise EngineUnavailable(
-                f"none of the {len(self.engines)} engines is ready; check /readyz and the engine's log, then retry"
-            )
+            known = f"none of the {len(self.engines)} engines is ready" if self.engines else "no engine is known"
+            raise EngineUnavailable(f"{known}; check /readyz and the engine's log, then retry")
         if len(engines) == 1:
             return engines[0]
         return max(engines, key=lambda engine: blake2b(f"{engine.url} {key}".encode(), digest_size=8).digest())

@@ -48,13 +48,14 @@ class Fleet(Beside):
         settings = services.settings
         source = settings.engines if isinstance(settings, DiscoverySettings) else None
         self._services, self._pool = services, services.pool
+        self._source = source
         self._read: Read | None = None if source is None else reader(source)
         self._joined: dict[str, Engine] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._problem: str | None = None
         if source is None:
             return
         if "engine" not in settings.model_fields_set:
+            services.metrics.gone_engines.update(engine.url for engine in self._pool.engines)
             self._pool.engines = []  # nobody named the default address
         self._pool.expects_more = True
         services.engine_checks.append(self._prove)
@@ -74,11 +75,14 @@ class Fleet(Beside):
             named = await read()
         except SettingsError as error:
             self.failures.inc()
-            if str(error) != self._problem:
-                log.warning("%s", error)
-            self._problem = str(error)
+            problem = f"{error}: {'the last list of engines is kept' if self._joined else 'it has named none yet'}"
+            if problem != self._pool.naming_problem:
+                log.warning("%s", problem)
+            self._pool.naming_problem = problem
             return
-        self._problem = None
+        if self._pool.naming_problem is not None:
+            log.info("engines=%r is read again and names %d engines", self._source, len(named))
+        self._pool.naming_problem = None
         for url in named:
             if url not in self._joined and self._pool.engine_at(url) is None:
                 self._joined[url] = self._pool.add(url)
