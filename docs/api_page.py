@@ -127,7 +127,7 @@ def _curl(method: str, path: str, body: Schema | None, schemas: Schema) -> str:
         given = {name: _sample(properties[name], schemas) for name in required}
         if "value" in given:
             given = {"session_id": "s", **given}
-        command += f" -H 'content-type: application/json' -d '{json.dumps(given)}'"
+        command += f" -H 'content-type: application/json' -d '{json.dumps(given, ensure_ascii=False)}'"
     return command
 
 

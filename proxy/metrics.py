@@ -16,6 +16,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 STORED = {
     "turnwise_groups": (
@@ -44,7 +45,7 @@ class Metrics:
     def __init__(self) -> None:
         """Create all metrics."""
         self.registry = CollectorRegistry()
-        self.sum_up: Callable[[], CollectorRegistry] = lambda: self.registry
+        self.sum_up: Callable[[], Collector] = lambda: self.registry
         """Returns what is rendered: the values of all processes of the proxy."""
         self._counters: dict[str, Counter] = {}
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []

@@ -1,6 +1,6 @@
 """Train with TRL's own GRPO loss from sessions that a proxy captured: it claims them over HTTP, from any machine.
 
-    python train.py MODEL_DIRECTORY SHARED_DIRECTORY [--url http://127.0.0.1:8100] [--updates 10] [--rate 1e-6]
+    python train.py MODEL_DIRECTORY SHARED_DIRECTORY [--url http://127.0.0.1:8100] [--key KEY] [--updates 10]
 
 Serve with `turnwise proxy`. Each update publishes its weights, and then acknowledges its groups: each is trained once.
 """
@@ -55,10 +55,11 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("model")
 parser.add_argument("out")
 parser.add_argument("--url", default="http://127.0.0.1:8100")
+parser.add_argument("--key", help="of the role trainer or admin, where the proxy asks for one")
 parser.add_argument("--updates", default=10, type=int)
 parser.add_argument("--rate", default=1e-6, type=float)
 given = parser.parse_args()
-trainer, proxy = trl_trainer(given.model, given.out), Client(given.url)
+trainer, proxy = trl_trainer(given.model, given.out), Client(given.url, given.key)
 optimizer = torch.optim.AdamW(trainer.model.parameters(), given.rate)
 for number in range(1, given.updates + 1):
     while not (held := proxy.claim(NAME, lease_seconds=600))["groups"]:

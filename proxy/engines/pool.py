@@ -79,6 +79,8 @@ class EnginePool:
         self._wait_seconds = wait_seconds
         self.expects_more = False
         """Whether engines may still be named that are not known yet, so that calls wait for them."""
+        self.naming_problem: str | None = None
+        """Why it cannot be read which engines there are."""
         self._in_flight = 0
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
@@ -227,7 +229,7 @@ class EnginePool:
     def _choose(self, key: str, engines: list[Engine]) -> Engine:
         if not engines:
             raise EngineUnavailable(
-                f"none of the {len(self.engines)} engines is ready; check /readyz and the engine's log, then retry"
+                f"{len(self.engines)} engines are known and none is ready; check /readyz and its log, then retry"
             )
         if len(engines) == 1:
             return engines[0]

@@ -27,7 +27,7 @@ async def examine(services: Here, principal: Caller) -> Response:
     """
     settings = services.settings
     tenant = None if await is_operator(services, principal) else principal.tenant
-    engines, database = settings.engine, settings.database.get_secret_value()
+    engines, database = [each.url for each in services.pool.engines], settings.database.get_secret_value()
     options = settings.engine_client_options()
     of = engines, database, tenant, getattr(settings, "redactor", None)
     return await asyncio.to_thread(lambda: page(installation.examine_running(*of, **options)))

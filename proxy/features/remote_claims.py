@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Header, Response
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from proxy.routes.control import (
     Body,
@@ -79,6 +79,8 @@ class HeldGroup(Body):
     group: Count
     group_id: Id
     fencing_token: Count
+    is_single: StrictBool = False
+    """Not read: the groups of a claim can be sent back as they came."""
 
 
 class HeldGroups(Body):
@@ -88,7 +90,7 @@ class HeldGroups(Body):
 
     @property
     def held(self) -> list[Held]:
-        return [Held(**dict(each)) for each in self.groups]
+        return [Held(**each.model_dump(exclude={"is_single"})) for each in self.groups]
 
 
 class Renewal(HeldGroups):

@@ -29,6 +29,7 @@ StoredGauge = tuple[str, str, str]
 """Name of a gauge, and its label's name and value, empty where it has none."""
 NO_ANSWER = f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
+HIDDEN_NAMING = "the engines' addresses cannot be read; present an API key to read the error"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -65,6 +66,8 @@ class Readiness:
     """`ok`, or the error."""
     policy_version: int | None
     exact_continuation: bool
+    engines_error: str | None
+    """Why it cannot be read which engines there are, so that the list may be old."""
     reload_error: str | None
     trainers: list[TrainerSummary]
 
@@ -98,6 +101,7 @@ async def readyz(request: Request, services: Here) -> Response:
         store=store_error or "ok",
         policy_version=max(map(services.pool.version_on, services.pool.serving), default=None),
         exact_continuation=services.sessions.template is not None and services.settings.continuation,
+        engines_error=services.pool.naming_problem if is_known else services.pool.naming_problem and HIDDEN_NAMING,
         reload_error=services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
         trainers=[
             TrainerSummary(

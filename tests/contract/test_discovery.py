@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 from support.in_process import served
 from support.migrated import migrated
@@ -21,6 +22,7 @@ from proxy import features
 from proxy.engines.engine import Engine
 from proxy.features.discovery import fleet
 from proxy.features.discovery.sources import reader
+from turnwise.commands.cli import main
 from turnwise.errors import SettingsError
 
 
@@ -86,6 +88,11 @@ def metric(http, name):
     )
 
 
+def up_gauges(http):
+    lines = [each for each in http.get("/metrics").text.splitlines() if each.startswith("turnwise_engine_up{")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
 def test_engines_join_leave_and_come_back_under_calls_and_none_fails(named, tmp_path, monkeypatch):
     with engines(3) as (one, two, three):
         named(one)
@@ -114,6 +121,12 @@ def test_engines_join_leave_and_come_back_under_calls_and_none_fails(named, tmp_
             assert all(each.calls for each in (one, two, three))
             assert metric(http, 'turnwise_engine_changes_total{change="joined"}') == 5
             assert metric(http, 'turnwise_engine_changes_total{change="left"}') == 3
+            wait_until(
+                lambda: up_gauges(http) == {one.url: 1, two.url: 1},
+                "only engines that are named have a gauge: neither the default address nor those that left",
+            )
+            named(one, three)
+            wait_until(lambda: up_gauges(http) == {one.url: 1, three.url: 1}, "one that comes back has it again")
 
 
 def test_an_engine_that_leaves_finishes_its_call_and_gets_no_other(named, tmp_path, monkeypatch):
@@ -161,11 +174,19 @@ def test_an_engine_of_another_model_defaults_or_weights_is_refused_by_name(
 
 
 def test_a_list_that_names_no_engines_keeps_the_last_good_one_and_is_counted(named, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", fleet.__name__)
     with engines(1) as (one,):
         named(one)
         with proxy_of(f"file://{named.path}", tmp_path, monkeypatch) as http:
             wait_ready(http, one)
-            for text in ("[", "[]", '["ftp://nowhere"]', '{"engines": 3}', '[{"name": "x"}]', "x" * (2**20 + 1)):
+            for text, said in (
+                ("[", "it is no JSON: "),
+                ("[]", "names 0 engines"),
+                ('["ftp://nowhere"]', "'ftp://nowhere', which is no URL of an engine"),
+                ('{"engines": 3}', 'it is no JSON list of URLs, such as ["http://10.0.0.1:8000"]'),
+                ('[{"name": "x"}]', "{'name': 'x'} has no 'url'"),
+                ("x" * (2**20 + 1), "more than 1048576 bytes"),
+            ):
                 failures = metric(http, "turnwise_engine_source_failures_total")
                 named.path.write_text(text)
                 wait_until(
@@ -173,9 +194,15 @@ def test_a_list_that_names_no_engines_keeps_the_last_good_one_and_is_counted(nam
                     f"{text[:20]!r} is counted",
                 )
                 assert ask(http, "s").status_code == 200
+                problem = http.get("/readyz").json()["engines_error"]
+                assert said in problem
+                assert "the last list of engines is kept" in problem
             named.path.unlink()
             wait_until(lambda: "No such file" in caplog.text, "a file that is gone is said")
             assert ask(http, "s").status_code == 200
+            named(one)
+            wait_until(lambda: http.get("/readyz").json()["engines_error"] is None, "the file is read again")
+            assert "is read again and names 1 engines" in caplog.text
     assert caplog.text.count("names 0 engines") == 1, "a problem is said once, however often it is found"
 
 
@@ -188,6 +215,7 @@ def test_calls_wait_for_the_first_engine_of_a_source_that_names_none_yet(named, 
     ):
         reply = pool.submit(ask, http, "early")
         wait_until(lambda: metric(http, "turnwise_engine_source_failures_total") > 2, "the source was read")
+        assert http.get("/readyz").json()["engines_error"].endswith("): it has named none yet")
         named(one)
         assert reply.result().status_code == 200
 
@@ -231,6 +259,38 @@ def test_weights_are_loaded_into_all_engines_at_the_same_time_when_they_join_and
             publish(http, write_weights(tmp_path / "v2"), 2)
             wait_until(lambda: served_versions(http) == {2}, "version 2 is served")
             assert len(set(loading)) == 5
+
+
+@pytest.mark.parametrize("is_listed_too", [False, True])
+def test_the_doctor_checks_the_engines_that_a_source_names(named, tmp_path, monkeypatch, is_listed_too):
+    monkeypatch.setenv("TURNWISE_PROXY_ENGINES", f"file://{named.path}")
+    database = migrated(f"sqlite:///{tmp_path}/turnwise.db")
+
+    def examined():
+        result = CliRunner().invoke(main, ["doctor", "--database", database, "--json"])
+        return [each["text"] for each in json.loads(result.output) if each["check"].startswith("engine")]
+
+    with engines(2) as (one, two):
+        listed = [two.url] if is_listed_too else []
+        if is_listed_too:
+            monkeypatch.setenv("TURNWISE_PROXY_ENGINE", json.dumps(listed))
+        named(one)
+        found = [f"{url} serves 'fake'" for url in (*listed, one.url)]
+        assert [text for text in examined() if "serves" in text] == found
+        named.path.unlink()
+        problem, *rest = examined()
+        assert "No such file" in problem
+        assert problem.endswith("; a running proxy keeps the last list that it read")
+        assert [text for text in rest if "serves" in text] == [f"{url} serves 'fake'" for url in listed]
+
+
+def test_the_page_examines_the_engines_that_a_source_names(named, tmp_path, monkeypatch):
+    with engines(1) as (one,):
+        named(one)
+        with proxy_of(f"file://{named.path}", tmp_path, monkeypatch) as http:
+            wait_ready(http, one)
+            found = [each for each in http.get("/v1/doctor").json()["data"] if each["check"] == "engine"]
+    assert [(each["verdict"], each["text"]) for each in found] == [("ok", f"{one.url} serves 'fake'")]
 
 
 def test_dns_names_all_addresses_of_a_host(monkeypatch):

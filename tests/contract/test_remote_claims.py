@@ -123,6 +123,22 @@ def test_a_trainer_that_is_late_records_nothing(client, database, version):
     assert client.acknowledge_claim(taken, "quick", version, turns_of(taken))["trainer_id"] == "quick"
 
 
+def test_the_groups_of_a_claim_are_sent_back_as_they_came(client, database, version):
+    add_finished(database, "a")
+    held = client.claim("t")
+
+    def post(how, **fields):
+        reply = httpx2.post(f"{client.base_url}/v1/claims/{how}", json={"groups": held["groups"], **fields})
+        return reply.raise_for_status().json()
+
+    assert post("renew")["deleted"] == []
+    assert post("release") == {"num_groups": 1}
+    held = client.claim("t")
+    assert post("ack", trainer_id="t", policy_version=version, trained=turns_of(held))["num_groups"] == 1
+    with pytest.raises(errors.Conflict, match="under fencing token 2: it was acknowledged or given back"):
+        client.renew_claim(held)
+
+
 def test_a_renewal_names_what_may_not_be_trained_any_more(client, database):
     for name in ("a", "b", "c"):
         add_finished(database, name)

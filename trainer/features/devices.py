@@ -123,16 +123,18 @@ class Processes(World):
                 return False
 
         nonce = self.from_first(write)
-        found = self.gather((socket.gethostname(), is_seen() if is_local(directory) else comes_true(is_seen)))
-        strange = [f"{rank} on {host!r}" for rank, (host, is_shared) in enumerate(found) if not is_shared]
+        is_own = is_seen() if is_local(directory) else comes_true(is_seen)
+        found = self.gather((socket.gethostname(), str(directory), is_own))
+        strange = [
+            f"{own!r} of process {rank} on {host!r}" for rank, (host, own, is_seen) in enumerate(found) if not is_seen
+        ]
         if strange:
             self.is_apart, self.background_group = True, None
             log.warning(
-                "policies_dir %r of process %s is not the one of the first process on %r, which keeps all versions and "
-                "states alone: each state is gathered whole in its memory, written and read there",
-                str(directory),
+                "policies_dir %s is not the one of the first process on %r, which keeps all versions and states alone "
+                "in %r: each state is gathered whole in its memory, written and read there",
                 ", ".join(strange),
-                found[0][0],
+                *found[0][:2],
             )
 
     def to_write(self, tensors: dict[str, Any]) -> Any:

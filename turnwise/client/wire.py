@@ -24,8 +24,8 @@ API_KEY_WHEN_NONE = "EMPTY"
 """The key that OpenAI clients send to a proxy without API keys; they do not start without a key."""
 UNAUTHORIZED = 401
 NO_KEY = (
-    "the proxy asks for an API key, and none was given: pass one (--api-key of a command), or set TURNWISE_API_KEY; "
-    "`turnwise up` writes one to .turnwise-key in its directory"
+    "the proxy asks for an API key, and none was given: pass `api_key` to a client; commands take --api-key or "
+    "TURNWISE_API_KEY; `turnwise up` writes a key to .turnwise-key in its directory"
 )
 
 PAGE_SIZE = 100

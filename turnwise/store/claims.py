@@ -282,8 +282,9 @@ def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
     stored = conn.execute(sa.select(c.fencing_token).where(own)).scalar_one_or_none()
     if stored is not None and stored >= group.fencing_token:
         raise LeaseLost(
-            f"group {group.group_id!r} is no longer held under fencing token {group.fencing_token}: its lease ran out "
-            "and another trainer claimed it, or a second one was started under this trainer_id"
+            f"group {group.group_id!r} is no longer held under fencing token {group.fencing_token}: it was "
+            "acknowledged or given back, its lease ran out and another trainer claimed it, or a second one was started "
+            "under this trainer_id; claim again"
         )
 
 

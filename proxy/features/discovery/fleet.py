@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import Counter
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from proxy.engines.engine import Engine
 from proxy.features.discovery.settings import DiscoverySettings
@@ -34,6 +36,19 @@ COARSE_LIMIT_NATS = 0.25
 """Largest mean difference of two engines that serve one version; the second where their weights are no float32."""
 
 
+class Present(Collector):
+    """All metrics but the gauges of engines that have left; processes that share files can remove none of them."""
+
+    def __init__(self, metrics: Collector, gone: Collection[str]) -> None:
+        self._metrics, self._gone = metrics, gone
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metrics.collect():
+            if metric.type == "gauge":
+                metric.samples = [each for each in metric.samples if each.labels.get("engine") not in self._gone]
+            yield metric
+
+
 class Fleet(Beside):
     """The engines of `engines`."""
 
@@ -48,20 +63,27 @@ class Fleet(Beside):
         settings = services.settings
         source = settings.engines if isinstance(settings, DiscoverySettings) else None
         self._services, self._pool = services, services.pool
+        self._source = source
         self._read: Read | None = None if source is None else reader(source)
         self._joined: dict[str, Engine] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._problem: str | None = None
+        self._gone: set[str] = set()
+        """Addresses of engines that have left."""
         if source is None:
             return
         if "engine" not in settings.model_fields_set:
+            self._gone = {engine.url for engine in self._pool.engines}
             self._pool.engines = []  # nobody named the default address
         self._pool.expects_more = True
         services.engine_checks.append(self._prove)
 
     async def run(self) -> None:
+        if self._read is None:
+            return
+        metrics, sum_up = self._services.metrics, self._services.metrics.sum_up
+        metrics.sum_up = lambda: Present(sum_up(), self._gone)
         try:
-            while self._read is not None:
+            while True:
                 await self._look(self._read)
                 await asyncio.sleep(WATCH_SECONDS)
         finally:
@@ -74,22 +96,31 @@ class Fleet(Beside):
             named = await read()
         except SettingsError as error:
             self.failures.inc()
-            if str(error) != self._problem:
-                log.warning("%s", error)
-            self._problem = str(error)
+            problem = f"{error}: {'the last list of engines is kept' if self._joined else 'it has named none yet'}"
+            if problem != self._pool.naming_problem:
+                log.warning("%s", problem)
+            self._pool.naming_problem = problem
             return
-        self._problem = None
+        if self._pool.naming_problem is not None:
+            log.info("engines=%r is read again and names %d engines", self._source, len(named))
+        self._pool.naming_problem = None
         for url in named:
             if url not in self._joined and self._pool.engine_at(url) is None:
+                self._gone.discard(url)
                 self._joined[url] = self._pool.add(url)
                 self.changes.labels("joined").inc()
                 log.info("the engine at %s joins", url)
         for url in self._joined.keys() - set(named):
-            task = asyncio.create_task(self._pool.remove(self._joined.pop(url)))
+            task = asyncio.create_task(self._let_go(self._joined.pop(url)))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
             self.changes.labels("left").inc()
             log.info("the engine at %s leaves: it gets no new call", url)
+
+    async def _let_go(self, engine: Engine) -> None:
+        await self._pool.remove(engine)
+        if self._pool.engine_at(engine.url) is None:  # it may have come back meanwhile
+            self._gone.add(engine.url)
 
     async def _prove(self, engine: Engine) -> None:
         """Check that an engine that joins serves what the others serve.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,8 +20,9 @@ MOST_ENGINES = 1024
 MOST_BYTES = 2**20
 WORKERS = "/v1/rl/workers"
 OK = 200
+MOST_SHOWN = 100
 
-Read = Callable[[], Awaitable[list[str]]]
+Read = Callable[[], Coroutine[Any, Any, list[str]]]
 
 
 def reader(source: str) -> Read:
@@ -38,17 +39,16 @@ def reader(source: str) -> Read:
     return lambda: _within(_ask_dynamo(address), source)
 
 
-async def _within(reading: Awaitable[list[str]], source: str) -> list[str]:
+async def _within(reading: Coroutine[Any, Any, list[str]], source: str) -> list[str]:
     try:
         async with asyncio.timeout(READ_SECONDS):
             found = await reading
-    except (OSError, TimeoutError, Disconnected, ValueError, KeyError, TypeError) as error:
-        why = str(error) or type(error).__name__
-        raise SettingsError(f"engines={source!r} cannot be read ({why}): the last list of engines is kept") from error
+    except (OSError, TimeoutError, Disconnected, ValueError, TypeError) as error:
+        raise SettingsError(f"engines={source!r} cannot be read ({str(error) or type(error).__name__})") from error
     wrong = [each for each in found if not (isinstance(each, str) and is_http_url(each))]
     if wrong or not found or len(found) > MOST_ENGINES:
         what = f"{wrong[0]!r}, which is no URL of an engine" if wrong else f"{len(found)} engines"
-        raise SettingsError(f"engines={source!r} names {what}: the last list of engines is kept")
+        raise SettingsError(f"engines={source!r} names {what}")
     return list(dict.fromkeys(each.rstrip("/") for each in found))
 
 
@@ -57,7 +57,7 @@ def _read_file(path: Path) -> list[str]:
         text = file.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    return _addresses(json.loads(text), "url")
+    return _addresses(text, "url")
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -77,13 +77,20 @@ async def _ask_dynamo(address: str) -> list[str]:
         await client.close()
     if status != OK:
         raise ValueError(f"{WORKERS} answers {status}")
-    return _addresses(json.loads(body), "system_url")
+    return _addresses(body, "system_url")
 
 
-def _addresses(document: Any, key: str) -> list[str]:
+def _addresses(text: bytes, key: str) -> list[str]:
     """Return the addresses of a list of texts or objects, or of one in an object under `engines` or `workers`."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
     if isinstance(document, dict):
-        document = document["workers"] if "workers" in document else document["engines"]
+        document = document.get("workers", document.get("engines"))
     if not isinstance(document, list):
-        raise TypeError("it is no list")
+        raise TypeError('it is no JSON list of URLs, such as ["http://10.0.0.1:8000"]')
+    without = [each for each in document if isinstance(each, dict) and key not in each]
+    if without:
+        raise ValueError(f"{str(without[0])[:MOST_SHOWN]} has no {key!r}")
     return [each[key] if isinstance(each, dict) else each for each in document]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
+import operator
 from collections.abc import Awaitable
 from typing import NamedTuple, Protocol
 
@@ -63,6 +64,13 @@ class Scope:
             return math.inf
         buckets = ((self._requests, 1.0), (self._tokens, 0.0))
         return max((bucket.blocked_seconds(needed, now) for bucket, needed in buckets if bucket), default=0.0)
+
+    def reached(self, now: float) -> str:
+        """Return the limit that blocks another call, as the settings name it after `key_` or `tenant_`."""
+        if self.num_calls >= self._max_calls:
+            return "max_calls"
+        is_blocked = self._requests is not None and self._requests.blocked_seconds(1.0, now) > 0
+        return "requests_per_minute" if is_blocked else "tokens_per_minute"
 
     def is_idle(self, now: float) -> bool:
         """Return whether it would be the same if it were made again."""
@@ -194,11 +202,14 @@ class Limits:
 
     def _overloaded(self, scopes: list[Scope]) -> Overloaded:
         now = asyncio.get_running_loop().time()
-        blocked, name = max((scope.blocked_seconds(now), scope.name) for scope in scopes)
-        self._metrics.limited.labels(name.partition(" ")[0]).inc()
+        blocked, full = max(((each.blocked_seconds(now), each) for each in scopes), key=operator.itemgetter(0))
+        kind = full.name.partition(" ")[0]
+        self._metrics.limited.labels(kind).inc()
+        limit = "" if full is self._everybody else f" `{kind}_{full.reached(now)}`"
         seconds = 1 if blocked in (0, math.inf) else math.ceil(blocked)
         waited = f" after {self._queue_seconds:g} s in the queue" if self._queue_seconds else ""
-        return Overloaded(f"the {name} is at its limit{waited}; retry after {seconds} s", retry_after_seconds=seconds)
+        text = f"the {full.name} is at its limit{limit}{waited}; retry after {seconds} s"
+        return Overloaded(text, retry_after_seconds=seconds)
 
     def _scopes_of(self, principal: Principal) -> list[Scope]:
         scopes = [self._everybody]

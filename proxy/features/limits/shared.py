@@ -58,6 +58,13 @@ class SharedScope(Scope):
             return max(self._next_request_at - now, ROUND_SECONDS)
         return super().blocked_seconds(now)
 
+    def reached(self, now: float) -> str:
+        if self._rule.max_calls is not None and self.num_calls >= self._most_calls:
+            return "max_calls"
+        if self._rule.requests_per_minute is not None and self._num_requests < 1:
+            return "requests_per_minute"
+        return super().reached(now)
+
     def is_idle(self, now: float) -> bool:  # noqa: ARG002
         return not (self.num_calls or self.num_waiting or self._is_held or self._unreported)
 

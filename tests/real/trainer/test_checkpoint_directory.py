@@ -198,8 +198,8 @@ class TwoProcesses(Processes):
     def share(self, item: object) -> object:
         return item
 
-    def gather(self, item: tuple[str, bool]) -> list[tuple[str, bool]]:
-        return [item, ("host-b", self._is_shared_there)]
+    def gather(self, item: tuple[str, str, bool]) -> list[tuple[str, str, bool]]:
+        return [item, ("host-b", "/b", self._is_shared_there)]
 
 
 def test_where_processes_do_not_see_one_directory_the_first_one_keeps_all_and_says_so(place, caplog):
@@ -209,7 +209,8 @@ def test_where_processes_do_not_see_one_directory_the_first_one_keeps_all_and_sa
     assert not caplog.records
     apart = TwoProcesses(is_shared_there=False)
     apart.check_shared(place)
-    assert "of process 1 on 'host-b' is not the one of the first process on" in caplog.text
+    assert "policies_dir '/b' of process 1 on 'host-b' is not the one of the first process on" in caplog.text
+    assert f"keeps all versions and states alone in {str(place)!r}:" in caplog.text
     weights = {"w": torch.ones(2)}
     first.write_state(1, {}, apart.to_write(weights), apart.background_group)
     apart.rank = 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -19,7 +21,7 @@ from turnwise.commands.place import (
     json_option,
     load_section,
 )
-from turnwise.errors import TurnwiseError
+from turnwise.errors import SettingsError, TurnwiseError
 from turnwise.types import PolicyKind
 
 if TYPE_CHECKING:
@@ -52,15 +54,26 @@ def doctor(engine: tuple[str, ...], model: str | None, database: str | None, *, 
         sys.exit(1)
 
 
-def engine_urls(given: tuple[str, ...]) -> list[str]:
+def engine_urls(given: tuple[str, ...]) -> tuple[list[str], list[Finding]]:
+    """Return the addresses of the engines to check, and what is wrong with the source that names them."""
     if given:
-        return list(given)
+        return list(given), []
     proxy = load_section("proxy")
     running = find_running_stack()
-    if running is not None and "engine" not in proxy.model_fields_set:
-        return running.engines
+    if running is not None and not {"engine", "engines"} & proxy.model_fields_set:
+        return running.engines, []
     urls: list[str] = proxy.engine  # type: ignore[attr-defined]  # the proxy declares it
-    return urls
+    source: str | None = getattr(proxy, "engines", None)
+    if source is None:
+        return urls, []
+    from proxy.features.discovery.sources import reader
+    from turnwise.processes.installation import Finding, Severity
+
+    listed = urls if "engine" in proxy.model_fields_set else []
+    try:
+        return list(dict.fromkeys([*listed, *asyncio.run(reader(source)())])), []
+    except SettingsError as error:
+        return listed, [Finding("engines", Severity.FAIL, f"{error}; a running proxy keeps the last list that it read")]
 
 
 def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]:
@@ -69,7 +82,8 @@ def _examine(engine: tuple[str, ...], database: str | None) -> Iterator[Finding]
     with contextlib.suppress(ImportError):  # a copy without the store
         import turnwise.features  # noqa: F401  the store calls them from here on
     try:
-        return examine(engine_urls(engine), database_url(database), **engine_client_options())
+        urls, problems = engine_urls(engine)
+        return itertools.chain(problems, examine(urls, database_url(database), **engine_client_options()))
     except ModuleNotFoundError:
         if engine or database:
             raise

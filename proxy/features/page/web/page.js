@@ -238,6 +238,7 @@ export function serving(ready, pinned, gain = "", own = null) {
     make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are not served until you follow the newest in `, link("runs", "Runs"), ".");
   return card("Serving", make("b", {}, version), kept, gain, facts([["store", status(ready.store)],
     ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]), ...reasons,
+    ready.engines_error ? opening(make("span", {className: "bad"}, "Engines: "), ready.engines_error) : null,
     ready.reload_error ? opening(make("span", {className: "bad"}, "Last reload: "), ready.reload_error) : null);
 }
 
