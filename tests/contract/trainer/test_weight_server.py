@@ -19,6 +19,7 @@ from trainer.features.transfers import server as weight_server
 from trainer.features.transfers.server import WeightServer
 from turnwise.engine_plugin import channel as channels
 from turnwise.engine_plugin.channel import Channel, TransferFailed
+from turnwise.engine_plugin.receiver import Receiver, TransferInfo
 
 
 @pytest.fixture
@@ -160,3 +161,20 @@ def test_an_engine_that_comes_to_a_transfer_that_was_called_off_is_told_so(serve
     with pytest.raises(TransferFailed, match="it was called off"):
         Channel.join("127.0.0.1", started["init_info"]["port"], rank=1, size=3, seconds=60)
     is_told.set()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_all_workers_of_several_engines_receive_together_at_addresses_of_both_kinds(host):
+    server, sizes = WeightServer(HeldVersions(), host), [2, 1, 2]
+    server.held.hold(1, {"a.weight": torch.arange(9.0)}, None)
+    info = httpx2.post(f"{server.url}/transfers", json={"version": 1, "num_workers": sum(sizes)}).json()["init_info"]
+    receivers, first_rank = [Receiver() for _ in range(sum(sizes))], 1
+    for size in sizes:
+        for worker in range(size):
+            receivers[first_rank - 1 + worker].begin(TransferInfo(**info, first_rank=first_rank), worker)
+        first_rank += size
+    for receiver in receivers:
+        ((name, weight),) = receiver.take(1, WAIT_SECONDS)
+        assert name == "a.weight"
+        assert torch.equal(weight, torch.arange(9.0))
+    server.close()

@@ -219,6 +219,7 @@ class _LimitedServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], weights: WeightServer) -> None:
         self.weights = weights
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, _Handler)
 
