@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import orjson
@@ -181,8 +181,11 @@ class MemoryLoader(ProbedLoader):
         return problem is None
 
     async def _send(self, offer: Offer, engine: Engine, seconds: float) -> str | None:
-        # An engine that does not say how many processes hold a part of its model takes no weights.
-        num_workers = int((await engine.ask("GET", "/get_world_size"))["world_size"])
+        match await engine.ask("GET", "/get_world_size"):
+            case {"world_size": int(num_workers)} if num_workers > 0:
+                pass
+            case answer:
+                return f"it says {answer!r:.100}, and not how many processes hold a part of its model"
         if not _passes_on(engine) or time.monotonic() < self._alone_until.get(engine.url, 0.0):
             return await self._transfer(offer, {engine: num_workers}, seconds)
         key = offer.url, offer.version
@@ -227,24 +230,34 @@ class MemoryLoader(ProbedLoader):
         started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
-        first_rank, asked, path = 1, [], f"/transfers/{started['transfer_id']}"
+        first_rank, asked, path = 1, list[Coroutine[Any, Any, Any]](), f"/transfers/{started['transfer_id']}"
+        coming_seconds = min(seconds, started["init_info"]["seconds"])  # the trainer waits no longer for an engine
         for engine, num_workers in receivers.items():
             body = {"init_info": started["init_info"] | {"first_rank": first_rank}}
-            asked.append(engine.ask("POST", "/init_weight_transfer_engine", body, seconds=seconds))
+            asked.append(engine.ask("POST", "/init_weight_transfer_engine", body, seconds=coming_seconds))
             first_rank += num_workers
         try:
-            await asyncio.gather(*asked)
-        except EngineError:
+            await _all_answers(asked)
+            ended = await ask_trainer(offer.url, "GET", path, {}, seconds)
+        except BaseException:  # also where nobody waits for it any more
             await ask_trainer(offer.url, "POST", f"{path}/end", {}, ANSWER_SECONDS)
             raise
-        ended = await ask_trainer(offer.url, "GET", path, {}, seconds)
         return "the trainer ended" if ended is None else ended["error"]
+
+
+async def _all_answers(asked: list[Coroutine[Any, Any, Any]]) -> None:
+    """Wait for all answers, then raise the first error: no engine may begin late, over a copy that it has by then."""
+    for outcome in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def _passes_on(engine: Engine) -> bool:
     """Return whether an engine says that it was started with the plug-in's weight transfers."""
-    config = (engine.info.get("vllm_config") or {}).get("weight_transfer_config") or {}
-    return bool(config.get("backend") == BACKEND)
+    match engine.info:
+        case {"vllm_config": {"weight_transfer_config": {"backend": str(backend)}}}:
+            return backend == BACKEND
+    return False
 
 
 def _takes_no_weights(refused: EngineRefused) -> bool:

@@ -106,6 +106,10 @@ HERE, START = "here/%d", "start"
 """Keys of the rendezvous: that a rank has come, and whether the transfer starts (`YES`) or is off (`NO`)."""
 YES, NO = b"yes", b"no"
 POLL_SECONDS = 0.02
+LATE_SECONDS = 1.0
+"""How long members that are on their way to a transfer that is off are still told so."""
+JOIN_SECONDS = 5.0
+"""How long torch tries to reach the rendezvous of a trainer that has just answered; it does so twice."""
 
 
 class TransferFailed(Exception):
@@ -140,6 +144,7 @@ class Rendezvous:
             pass
         self.store.set(START, YES if have_come else NO)
         if not have_come:
+            time.sleep(LATE_SECONDS)
             why = "it was called off" if is_off.is_set() else f"not all workers came within {self._seconds:g} s"
             raise TransferFailed(f"the transfer did not start: {why}")
 
@@ -167,7 +172,9 @@ class Channel:
         try:
             with socket.create_connection((host, port), seconds) as probe:
                 address = str(probe.getsockname()[0])
-            store = _dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+            joining = timedelta(seconds=min(JOIN_SECONDS, seconds))
+            store = _dist.TCPStore(host, port, is_master=False, timeout=joining)
+            store.set_timeout(timedelta(seconds=seconds))
             store.set(HERE % rank, YES)
             is_on = bool(store.get(START) == YES)
         except (OSError, RuntimeError) as error:

@@ -4,18 +4,22 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 import torch
-from support.waiting import wait_until
+from support.waiting import WAIT_SECONDS, wait_until
 
 from trainer.features.transfers import HeldVersions
 from trainer.features.transfers import server as weight_server
 from trainer.features.transfers.server import WeightServer
-from turnwise.engine_plugin.channel import Channel
+from turnwise.engine_plugin import channel as channels
+from turnwise.engine_plugin.channel import Channel, TransferFailed
+from turnwise.engine_plugin.receiver import Receiver, TransferInfo
 
 
 @pytest.fixture
@@ -110,8 +114,9 @@ def test_a_request_with_the_key_is_answered_and_its_connection_is_used_again(ser
     assert httpx2.post(f"{server.url}/transfers", json={"version": "x"}).status_code == 422
 
 
-def test_a_server_that_is_closed_sends_what_it_has_begun_and_begins_nothing_more():
+def test_a_server_that_is_closed_sends_what_it_has_begun_and_begins_nothing_more(monkeypatch):
     """A trainer that ended meanwhile was aborted by the thread that sent (SIGABRT), and its engine got nothing."""
+    monkeypatch.setattr(weight_server, "COMING_SECONDS", weight_server.CLOSE_SECONDS)
     server, weights = WeightServer(HeldVersions()), {"a.weight": torch.arange(8.0)}
     server.held.hold(1, weights, None)
     asked = {"version": 1, "num_workers": 1}
@@ -128,3 +133,48 @@ def test_a_server_that_is_closed_sends_what_it_has_begun_and_begins_nothing_more
     closing.join()
     assert torch.equal(received.view(torch.float32), weights["a.weight"])
     assert not [each for each in threading.enumerate() if each.name == "weights"]
+
+
+def test_a_server_that_is_closed_calls_off_what_an_engine_does_not_come_to(monkeypatch):
+    """Python aborts (SIGABRT) if it ends while a thread asks torch whether the engines have come."""
+    monkeypatch.setattr(weight_server, "COMING_SECONDS", 0.0)
+    server = WeightServer(HeldVersions())
+    server.held.hold(1, {"a.weight": torch.arange(8.0)}, None)
+    httpx2.post(f"{server.url}/transfers", json={"version": 1, "num_workers": 2}).raise_for_status()
+    server.close()
+    assert not [each for each in threading.enumerate() if each.name == "weights"]
+
+
+def test_an_engine_that_comes_to_a_transfer_that_was_called_off_is_told_so(server, monkeypatch):
+    """Where nobody listened any more, torch tried for two minutes, and the engine could receive nothing else."""
+    is_off, is_told = threading.Event(), threading.Event()
+
+    def wait_for_late(_seconds: float) -> None:
+        is_off.set()
+        is_told.wait(WAIT_SECONDS)
+
+    monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait_for_late))
+    server.held.hold(1, {"a.weight": torch.arange(8.0)}, None)
+    started = httpx2.post(f"{server.url}/transfers", json={"version": 1, "num_workers": 2}).json()
+    httpx2.post(f"{server.url}/transfers/{started['transfer_id']}/end").raise_for_status()
+    assert is_off.wait(WAIT_SECONDS)
+    with pytest.raises(TransferFailed, match="it was called off"):
+        Channel.join("127.0.0.1", started["init_info"]["port"], rank=1, size=3, seconds=60)
+    is_told.set()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_all_workers_of_several_engines_receive_together_at_addresses_of_both_kinds(host):
+    server, sizes = WeightServer(HeldVersions(), host), [2, 1, 2]
+    server.held.hold(1, {"a.weight": torch.arange(9.0)}, None)
+    info = httpx2.post(f"{server.url}/transfers", json={"version": 1, "num_workers": sum(sizes)}).json()["init_info"]
+    receivers, first_rank = [Receiver() for _ in range(sum(sizes))], 1
+    for size in sizes:
+        for worker in range(size):
+            receivers[first_rank - 1 + worker].begin(TransferInfo(**info, first_rank=first_rank), worker)
+        first_rank += size
+    for receiver in receivers:
+        ((name, weight),) = receiver.take(1, WAIT_SECONDS)
+        assert name == "a.weight"
+        assert torch.equal(weight, torch.arange(9.0))
+    server.close()

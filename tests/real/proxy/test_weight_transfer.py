@@ -1,9 +1,11 @@
 """Weights from a trainer's memory into engines: the whole protocol over sockets; the engines keep what arrives."""
 
+import asyncio
 import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +18,10 @@ from support.reload_stage import Stage, running_stage
 from support.waiting import WAIT_SECONDS
 from turnwise_fake_engine import Script
 
-from proxy.engines.engine import EngineState
+from proxy.engines.engine import Engine, EngineState
 from proxy.features.transfers import MemoryLoader
 from trainer.features.transfers import HeldVersions
+from trainer.features.transfers import server as weight_server
 from trainer.features.transfers.server import Transfer, WeightServer
 from turnwise.engine_plugin import channel
 from turnwise.engine_plugin.channel import TransferFailed
@@ -182,6 +185,98 @@ async def test_engines_get_copies_of_their_own_where_they_cannot_receive_togethe
         publish_unwritten(many, 2)
         await process.follow()
         assert process.versions == [each and 2 for each in others]
+
+
+@contextlib.contextmanager
+def hanging_engine(monkeypatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Let one of three engines hang when it is asked to receive with others; yield that it does, and that it ends."""
+    hangs, is_over, begin = threading.Event(), threading.Event(), Receiver.begin
+
+    def hang(self, info, worker):
+        if info.first_rank == 3:
+            hangs.set()
+            is_over.wait(WAIT_SECONDS)
+            raise TransferFailed("it was asked long ago")
+        begin(self, info, worker)
+
+    monkeypatch.setattr(Receiver, "begin", hang)
+    yield hangs, is_over
+    is_over.set()
+
+
+async def test_an_engine_that_hangs_holds_up_the_others_no_longer_than_their_trainer_waits(
+    many, many_trainer, monkeypatch
+):
+    """They waited for `reload_timeout_seconds`, and none of them had the version then."""
+    start, send, num_sent = WeightServer._start, MemoryLoader.send, 0
+
+    def start_shortly(self, body):
+        with monkeypatch.context() as patched:
+            if body["num_workers"] > 1:
+                patched.setattr(weight_server, "SILENCE_SECONDS", 0.5)
+            return start(self, body)
+
+    async def note_sent(self, offer, engine):
+        nonlocal num_sent
+        is_sent = await send(self, offer, engine)
+        num_sent += is_sent
+        if num_sent == 3:
+            is_over.set()
+        return is_sent
+
+    monkeypatch.setattr(WeightServer, "_start", start_shortly)
+    monkeypatch.setattr(MemoryLoader, "send", note_sent)
+    with hanging_engine(monkeypatch) as (hangs, is_over):
+        async with many.process() as process:
+            many_trainer.held.hold(1, weights(1), NO_PROBE)
+            publish_unwritten(many, 1)
+            await process.follow()
+            assert hangs.is_set()
+            assert process.versions == [1, 1, 1, 1]
+
+
+async def test_a_transfer_that_nobody_waits_for_any_more_is_called_off(many, many_trainer, monkeypatch):
+    """Its trainer and the engines that had come to it waited for a minute, and took no other."""
+    with hanging_engine(monkeypatch) as (hangs, _):
+        async with many.process() as process:
+            many_trainer.held.hold(1, weights(1), NO_PROBE)
+            publish_unwritten(many, 1)
+            following = asyncio.create_task(process.follow())
+            assert await asyncio.to_thread(hangs.wait, WAIT_SECONDS)
+            following.cancel()
+            await asyncio.wait({following})
+            *_, transfer = many_trainer._transfers.values()
+            await asyncio.to_thread(transfer.wait)
+            assert transfer.error == "the transfer did not start: it was called off"
+
+
+@pytest.mark.parametrize("info", [{}, {"vllm_config": "model='fake'"}, {"vllm_config": ["x"]}])
+async def test_an_engine_that_does_not_say_how_it_was_started_gets_copies_of_its_own(stage, trainer, sent, info):
+    async with stage.process() as process:
+        for engine in process.pool.engines:
+            engine.info = info
+        trainer.held.hold(1, weights(1), NO_PROBE)
+        publish_unwritten(stage, 1)
+        await process.follow()
+        assert process.versions == [1, 1]
+        assert sent == [1, 1]
+
+
+@pytest.mark.parametrize("answer", [None, "a page", [], {}, {"world_size": None}, {"world_size": 0}])
+async def test_an_engine_that_does_not_say_how_many_workers_it_has_reads_directories(
+    stage, trainer, monkeypatch, answer
+):
+    ask = Engine.ask
+
+    async def odd(self, method, path, *of, **options):
+        return answer if path == "/get_world_size" else await ask(self, method, path, *of, **options)
+
+    monkeypatch.setattr(Engine, "ask", odd)
+    trainer.held.hold(1, weights(1), NO_PROBE)
+    async with stage.process() as process:
+        await process.serve(1)
+        assert process.versions == [1, 1]
+        assert stage.loads == [["v1"], ["v1"]]
 
 
 async def test_a_version_that_is_still_written_is_waited_for_where_no_trainer_hands_it_out(stage):

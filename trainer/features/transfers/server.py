@@ -44,6 +44,8 @@ MOST_TRANSFERS = 64
 SILENCE_SECONDS = 60.0
 CLOSE_SECONDS = 20.0
 """Less than `turnwise up` waits for a trainer's end."""
+COMING_SECONDS = 5.0
+"""How long engines that were told of a transfer may take to come to it while the trainer ends."""
 NO_PAGE = HTTPStatus.NOT_FOUND, {"error": "no such page"}
 SLEEP_SECONDS = 60.0
 """How long the trainer waits for the engines to sleep before it computes all the same."""
@@ -123,15 +125,22 @@ class WeightServer:
     def close(self) -> None:
         """Stop answering once engines have what is being sent, or after `CLOSE_SECONDS`.
 
-        Python aborts at its end (SIGABRT) if a thread is in gloo then, so the process waits for those that send.
+        Python aborts at its end (SIGABRT) if a thread is in gloo then, so the process waits for those that send. What
+        not all engines have come to by then is called off.
         """
         self._is_closing = True
-        until = time.monotonic() + CLOSE_SECONDS
+        self._wait_for_transfers(COMING_SECONDS)
         for transfer in list(self._transfers.values()):
-            transfer.wait(max(0.0, until - time.monotonic()))
+            transfer.call_off()
+        self._wait_for_transfers(CLOSE_SECONDS - COMING_SECONDS)
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+    def _wait_for_transfers(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for transfer in list(self._transfers.values()):
+            transfer.wait(max(0.0, until - time.monotonic()))
 
     def knows(self, path: str) -> bool:
         """Return whether a path holds the key."""
@@ -210,6 +219,7 @@ class _LimitedServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], weights: WeightServer) -> None:
         self.weights = weights
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, _Handler)
 
