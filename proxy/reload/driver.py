@@ -257,10 +257,7 @@ class Reloader:
         return is_driver
 
     async def _open(self, engine: Engine) -> None:
-        """Check an engine, again where another one has been opened first: others are compared with that one.
-
-        Other engines get new versions meanwhile; this one then loads the active version before it gets calls.
-        """
+        """Check an engine, again where another one was opened first, and load what has become active meanwhile."""
         was_alone = not self._pool.serving
         await self._check_engine(engine)
         if was_alone and self._pool.serving:

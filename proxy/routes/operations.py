@@ -28,8 +28,7 @@ OF_TENANTS = (b"turnwise_named_policy_version{", b"turnwise_trained_share{")
 StoredGauge = tuple[str, str, str]
 """Name of a gauge, and its label's name and value, empty where it has none."""
 NO_ANSWER = f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
-HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
-HIDDEN_NAMING = "the engines' addresses cannot be read; present an API key to read the error"
+HIDDEN_ERROR = "present an API key to read the error"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -101,7 +100,7 @@ async def readyz(request: Request, services: Here) -> Response:
         store=store_error or "ok",
         policy_version=max(map(services.pool.version_on, services.pool.serving), default=None),
         exact_continuation=services.sessions.template is not None and services.settings.continuation,
-        engines_error=services.pool.naming_problem if is_known else services.pool.naming_problem and HIDDEN_NAMING,
+        engines_error=services.pool.naming_problem if is_known else services.pool.naming_problem and HIDDEN_ERROR,
         reload_error=services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
         trainers=[
             TrainerSummary(

@@ -283,8 +283,7 @@ def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
     if stored is not None and stored >= group.fencing_token:
         raise LeaseLost(
             f"group {group.group_id!r} is no longer held under fencing token {group.fencing_token}: it was "
-            "acknowledged or given back, its lease ran out and another trainer claimed it, or a second one was started "
-            "under this trainer_id; claim again"
+            "acknowledged or given back, or another trainer claimed it, also one of this trainer_id; claim again"
         )
 
 
