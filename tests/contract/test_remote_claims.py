@@ -198,8 +198,9 @@ def test_no_other_trainer_claims_while_one_of_ours_runs(client, database):
 @pytest.mark.parametrize("num_sessions", [120, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_eight_trainers_that_die_and_return_train_each_experience_once(client, database, version, num_sessions):
     """Every third claim is abandoned, and every fifth acknowledged only after its lease has run out."""
-    for number in range(num_sessions):
-        add_finished(database, f"s{number}")
+    names = [f"of-{num_sessions}-{number}" for number in range(num_sessions)]  # the other case's turns go later
+    for name in names:
+        add_finished(database, name)
     lock, trained, deadline = threading.Lock(), [], time.monotonic() + WAIT_SECONDS * (1 + num_sessions / 500)
 
     def train(worker):
@@ -222,7 +223,7 @@ def test_eight_trainers_that_die_and_return_train_each_experience_once(client, d
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(train, range(8)))
-    assert sorted(trained) == sorted(f"s{number}" for number in range(num_sessions))
+    assert sorted(trained) == sorted(names)
     assert {row.status for row in group_rows(database).values()} == {"trained"}
     ids = [row.update_id for row in updates_of(database)]
     assert len(ids) == len(set(ids))
