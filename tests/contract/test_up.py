@@ -236,7 +236,7 @@ RUNNING = RunningStack(os.getpid(), "sqlite:///used.db", "http://127.0.0.1:8123"
 def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_path):
     with announced(RUNNING), location.opened(RUNNING.database):
         assert location.database_url(None) == "sqlite:///used.db"
-        assert engine_urls(()) == ["http://127.0.0.1:8124"]
+        assert engine_urls(()) == (["http://127.0.0.1:8124"], [])
         assert location.STATE_FILE.stat().st_mode & 0o077 == 0
         assert json.loads(invoke("sessions", "--json").output) == []
     assert not (tmp_path / "turnwise.db").exists()
