@@ -75,7 +75,6 @@ for number in range(1, given.updates + 1):
         trainer._compute_loss(trainer.model, rows).backward()  # noqa: SLF001  TRL's loss, without its loop
     optimizer.step()
     optimizer.zero_grad()
-    path = Path(given.out).absolute() / f"v{number:06d}"
-    trainer.model.save_pretrained(path)
+    trainer.model.save_pretrained(path := Path(given.out).absolute() / f"v{number:06d}")
     version = proxy.publish_policy(str(path))["version"]
     print(proxy.acknowledge_claim(held, NAME, version, trained), flush=True)
