@@ -101,7 +101,10 @@ _dist: Any = torch.distributed
 """Untyped, because torch's stubs lack stores and process groups."""
 
 CHUNK_BYTES = 32 * 2**20
-SENDER, PAIR = 0, 2
+SENDER = 0
+"""The trainer's rank."""
+PAIR = 2
+"""Members of a group in which nobody can pass anything on."""
 HERE, START = "here/%d", "start"
 """Keys of the rendezvous: that a rank has come, and whether the transfer starts (`YES`) or is off (`NO`)."""
 YES, NO = b"yes", b"no"
