@@ -108,8 +108,6 @@ def test_a_call_survives_an_engine_that_is_lost_with_its_own(tmp_path, monkeypat
         async def second_goes_too(seconds):
             if seconds == relay.LOST_TOGETHER_SECONDS:
                 second.kill()
-                while not second.server.force_exit:  # its own thread closes its port
-                    await pausing(0.01)
             await pausing(0)
 
         monkeypatch.setattr(relay, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": second_goes_too}))

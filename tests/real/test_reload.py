@@ -26,11 +26,10 @@ from support.control_plane import ask, metric, policy, publish, publish_in_store
 from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import WAIT_SECONDS, wait_until
-from support.weights_in_memory import weights_in_memory
+from support.weights_in_memory import note_transfers, weights_in_memory
 
-from trainer.features.transfers.server import Transfer
 from turnwise.default_models.small_model import SmallModelSpec, build_small_model
-from turnwise.engine_plugin.channel import Channel, Rendezvous, TransferFailed
+from turnwise.engine_plugin.channel import Channel, TransferFailed
 from turnwise.store.turns import TurnView
 
 pytestmark = pytest.mark.engine
@@ -401,13 +400,7 @@ def test_versions_in_float32_and_bfloat16_are_served_as_they_were_sent(served, e
 @pytest.mark.slow
 @pytest.mark.usefixtures("base_weights")
 def test_engines_that_pass_a_version_on_have_what_was_sent(engine, start_proxy, tmp_path, monkeypatch):
-    numbers, start = list[int](), Transfer.__init__
-
-    def noted(self: Transfer, payload: torch.Tensor, rendezvous: Rendezvous, num_workers: int) -> None:
-        numbers.append(num_workers)
-        start(self, payload, rendezvous, num_workers)
-
-    monkeypatch.setattr(Transfer, "__init__", noted)
+    numbers = note_transfers(monkeypatch)
     with contextlib.ExitStack() as running:
         others = [running.enter_context(running_engine(engine.model_dir, tmp_path / f"{n}.log")) for n in range(2)]
         further = [flag for each in others for flag in ("--engine", each.url)]

@@ -6,12 +6,27 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors.torch import load_file
 
 from trainer.features.transfers import HeldVersions
-from trainer.features.transfers.server import WeightServer
+from trainer.features.transfers.server import Transfer, WeightServer
+from turnwise.engine_plugin.channel import Rendezvous
 from turnwise.features import transfers
 from turnwise.store.database import Database
+
+
+def note_transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of workers of each transfer that a trainer of this process starts."""
+    numbers, start = list[int](), Transfer.__init__
+
+    def noted(self: Transfer, payload: torch.Tensor, rendezvous: Rendezvous, num_workers: int) -> None:
+        numbers.append(num_workers)
+        start(self, payload, rendezvous, num_workers)
+
+    monkeypatch.setattr(Transfer, "__init__", noted)
+    return numbers
 
 
 @dataclasses.dataclass

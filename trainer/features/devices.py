@@ -123,11 +123,9 @@ class Processes(World):
                 return False
 
         nonce = self.from_first(write)
-        is_own = is_seen() if is_local(directory) else comes_true(is_seen)
-        found = self.gather((socket.gethostname(), str(directory), is_own))
-        strange = [
-            f"{own!r} of process {rank} on {host!r}" for rank, (host, own, is_seen) in enumerate(found) if not is_seen
-        ]
+        sees_it = is_seen() if is_local(directory) else comes_true(is_seen)
+        found = self.gather((socket.gethostname(), str(directory), sees_it))
+        strange = [f"{own!r} of process {rank} on {host!r}" for rank, (host, own, sees) in enumerate(found) if not sees]
         if strange:
             self.is_apart, self.background_group = True, None
             log.warning(

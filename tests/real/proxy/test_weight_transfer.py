@@ -16,13 +16,14 @@ from support import dying_weights
 from support.dying_weights import weights
 from support.reload_stage import Stage, running_stage
 from support.waiting import WAIT_SECONDS
+from support.weights_in_memory import note_transfers
 from turnwise_fake_engine import Script
 
 from proxy.engines.engine import Engine, EngineState
 from proxy.features.transfers import MemoryLoader
 from trainer.features.transfers import HeldVersions
 from trainer.features.transfers import server as weight_server
-from trainer.features.transfers.server import Transfer, WeightServer
+from trainer.features.transfers.server import WeightServer
 from turnwise.engine_plugin import channel
 from turnwise.engine_plugin.channel import TransferFailed
 from turnwise.engine_plugin.receiver import Receiver
@@ -32,12 +33,17 @@ from turnwise.store.versions import publish_version
 from turnwise.types import PolicyVersion
 
 NO_PROBE = {"token_ids": [1], "logprobs": []}
+FOUR_ENGINES = pytest.mark.parametrize("num_engines", [4])
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    script = Script(weight_transfer=True)
-    with running_stage(tmp_path, script, script) as stage:
+def num_engines() -> int:
+    return 2
+
+
+@pytest.fixture
+def stage(tmp_path: Path, num_engines: int) -> Iterator[Stage]:
+    with running_stage(tmp_path, *[Script(weight_transfer=True)] * num_engines) as stage:
         yield stage
 
 
@@ -114,56 +120,35 @@ async def test_engines_get_a_version_from_memory_while_they_take_calls_and_need_
 
 
 @pytest.fixture
-def many(tmp_path: Path) -> Iterator[Stage]:
-    with running_stage(tmp_path, *[Script(weight_transfer=True)] * 4) as stage:
-        yield stage
-
-
-@pytest.fixture
 def sent(monkeypatch) -> list[int]:
     """The numbers of workers of the transfers that trainers start."""
-    numbers, start = list[int](), Transfer.__init__
-
-    def noted(self, payload, rendezvous, num_workers):
-        numbers.append(num_workers)
-        start(self, payload, rendezvous, num_workers)
-
-    monkeypatch.setattr(Transfer, "__init__", noted)
-    return numbers
+    return note_transfers(monkeypatch)
 
 
-@pytest.fixture
-def many_trainer(many: Stage) -> Iterator[WeightServer]:
-    server = WeightServer(HeldVersions())
-    announce(many, server.url)
-    yield server
-    server.close()
-
-
-async def test_engines_that_need_a_version_at_the_same_time_get_it_from_one_another(many, many_trainer, sent):
+@FOUR_ENGINES
+async def test_engines_that_need_a_version_at_the_same_time_get_it_from_one_another(stage, trainer, sent):
     """The first one gets it alone, and three at once; so do those that were restarted together."""
-    async with many.process() as process:
+    async with stage.process() as process:
         for version in (1, 2):
-            many_trainer.held.hold(version, weights(version), NO_PROBE)
-            publish_unwritten(many, version)
+            trainer.held.hold(version, weights(version), NO_PROBE)
+            publish_unwritten(stage, version)
             await process.follow()
             assert process.versions == [version] * 4
-            assert_received(many, version)
+            assert_received(stage, version)
         assert sent == [1, 3, 1, 3]
-        for engine in many.engines[:3]:
+        for engine in stage.engines[:3]:
             engine.state.receiver, engine.state.weight_version, engine.state.received = None, "default", {}
         for _ in range(2):
             await process.look()
         assert process.versions == [2] * 4
-        assert_received(many, 2)
+        assert_received(stage, 2)
         assert sent == [1, 3, 1, 3, 3]
 
 
+@FOUR_ENGINES
 @pytest.mark.parametrize("fault", ["one refuses", "one is killed"])
-async def test_engines_get_copies_of_their_own_where_they_cannot_receive_together(
-    many, many_trainer, fault, monkeypatch
-):
-    bad, begin = many.engines[3], Receiver.begin
+async def test_engines_get_copies_of_their_own_where_they_cannot_receive_together(stage, trainer, fault, monkeypatch):
+    bad, begin = stage.engines[3], Receiver.begin
 
     def refuse(self, info, worker):
         if info.first_rank == 3:
@@ -172,17 +157,17 @@ async def test_engines_get_copies_of_their_own_where_they_cannot_receive_togethe
             raise TransferFailed("another release of the plug-in")
         begin(self, info, worker)
 
-    async with many.process() as process:
-        many_trainer.held.hold(1, weights(1), NO_PROBE)
-        many.publish(1)
+    async with stage.process() as process:
+        trainer.held.hold(1, weights(1), NO_PROBE)
+        stage.publish(1)
         with monkeypatch.context() as patched:
             patched.setattr(Receiver, "begin", refuse)
             await process.follow()
         others = [1, 1, 1, 1] if fault == "one refuses" else [1, 1, 1, None]
         assert process.versions == others
-        assert [loads[-1:] for loads in many.loads[:3]] == [["memory:1"]] * 3
-        many_trainer.held.hold(2, weights(2), NO_PROBE)
-        publish_unwritten(many, 2)
+        assert [loads[-1:] for loads in stage.loads[:3]] == [["memory:1"]] * 3
+        trainer.held.hold(2, weights(2), NO_PROBE)
+        publish_unwritten(stage, 2)
         await process.follow()
         assert process.versions == [each and 2 for each in others]
 
@@ -204,9 +189,8 @@ def hanging_engine(monkeypatch) -> Iterator[tuple[threading.Event, threading.Eve
     is_over.set()
 
 
-async def test_an_engine_that_hangs_holds_up_the_others_no_longer_than_their_trainer_waits(
-    many, many_trainer, monkeypatch
-):
+@FOUR_ENGINES
+async def test_an_engine_that_hangs_holds_up_the_others_no_longer_than_their_trainer_waits(stage, trainer, monkeypatch):
     """They waited for `reload_timeout_seconds`, and none of them had the version then."""
     start, send, num_sent = WeightServer._start, MemoryLoader.send, 0
 
@@ -227,25 +211,26 @@ async def test_an_engine_that_hangs_holds_up_the_others_no_longer_than_their_tra
     monkeypatch.setattr(WeightServer, "_start", start_shortly)
     monkeypatch.setattr(MemoryLoader, "send", note_sent)
     with hanging_engine(monkeypatch) as (hangs, is_over):
-        async with many.process() as process:
-            many_trainer.held.hold(1, weights(1), NO_PROBE)
-            publish_unwritten(many, 1)
+        async with stage.process() as process:
+            trainer.held.hold(1, weights(1), NO_PROBE)
+            publish_unwritten(stage, 1)
             await process.follow()
             assert hangs.is_set()
             assert process.versions == [1, 1, 1, 1]
 
 
-async def test_a_transfer_that_nobody_waits_for_any_more_is_called_off(many, many_trainer, monkeypatch):
+@FOUR_ENGINES
+async def test_a_transfer_that_nobody_waits_for_any_more_is_called_off(stage, trainer, monkeypatch):
     """Its trainer and the engines that had come to it waited for a minute, and took no other."""
     with hanging_engine(monkeypatch) as (hangs, _):
-        async with many.process() as process:
-            many_trainer.held.hold(1, weights(1), NO_PROBE)
-            publish_unwritten(many, 1)
+        async with stage.process() as process:
+            trainer.held.hold(1, weights(1), NO_PROBE)
+            publish_unwritten(stage, 1)
             following = asyncio.create_task(process.follow())
             assert await asyncio.to_thread(hangs.wait, WAIT_SECONDS)
             following.cancel()
             await asyncio.wait({following})
-            *_, transfer = many_trainer._transfers.values()
+            *_, transfer = trainer._transfers.values()
             await asyncio.to_thread(transfer.wait)
             assert transfer.error == "the transfer did not start: it was called off"
 
